@@ -1,0 +1,250 @@
+"""Frozen configuration dataclasses. Every value that reaches a compiled program as a constant lives here."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, Self
+
+from jetspec_jax.errors import ConfigError
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+SPEC_MODES = ("auto", "tree", "chain", "off")
+DRAFTERS = ("head", "lookup", "hybrid", "none")
+BUILDERS = ("exact", "chain", "accum_logp", "top2gap", "depth_rank_histogram")
+NUMERICS = ("fast", "bitwise")
+KERNELS = ("auto", "cpu", "xla")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class _FromMapping:
+    """Adds `from_mapping` to a frozen dataclass: unknown keys are errors that name the nearest key."""
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
+        names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        for key in values:
+            if key not in names:
+                near = difflib.get_close_matches(key, names, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(names)}"
+                raise ConfigError(f"unknown key {key!r} in {cls.__name__}; {hint}")
+        return cls(**values)
+
+
+def _one_of(owner: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        near = difflib.get_close_matches(str(value), allowed, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(allowed)}"
+        raise ConfigError(f"{owner}.{name}={value!r} is not known; {hint}")
+
+
+def _at_least(owner: str, name: str, value: Any, low: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= low:
+        raise ConfigError(f"{owner}.{name}={value!r} is too small or not a number; give at least {low}")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig(_FromMapping):
+    """Rotary position embedding. `kind` as in Hugging Face `rope_scaling`: default, linear, llama3, yarn."""
+
+    theta: float = 10_000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    original_max_position: int = 8_192  # llama3, yarn
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn; None: derived from `factor` (and mscale, when given)
+    mscale: float | None = None  # yarn (DeepSeek style)
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+
+    def __post_init__(self) -> None:
+        _one_of("RopeConfig", "kind", self.kind, ROPE_KINDS)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig(_FromMapping):
+    """Geometry of a target model. Sizes are counts of elements."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    max_context: int
+    rms_eps: float = 1e-6
+    rope: RopeConfig = RopeConfig()
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    num_experts: int = 0  # 0: dense
+    experts_per_token: int = 0
+    moe_ffn_size: int = 0
+    norm_topk_prob: bool = False
+    dense_layers: tuple[int, ...] = ()  # layers of a MoE model that use a dense MLP
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+    pad_id: int | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        _one_of("ModelConfig", "family", self.family, FAMILIES)
+        for field in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_context"):
+            _at_least("ModelConfig", field, getattr(self, field), 1)
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
+                "check num_attention_heads and num_key_value_heads in the model's config.json"
+            )
+
+    @property
+    def q_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def is_moe_layer(self, layer: int) -> bool:
+        return self.num_experts > 0 and layer not in self.dense_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftConfig(_FromMapping):
+    """Geometry of a draft head (algorithm.md section 2, plus our optional path head and reduced vocabulary)."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    target_hidden_size: int
+    num_target_layers: int
+    target_layer_ids: tuple[int, ...]
+    vocab_size: int  # of the target
+    mask_token_id: int
+    block_size: int = 16
+    causal: bool = True
+    draft_shift: bool = False  # True: slot k predicts the token at position k + 1
+    rms_eps: float = 1e-6
+    rope: RopeConfig = RopeConfig()
+    draft_vocab_size: int | None = None  # None: the target's whole vocabulary
+    path_head: str = "none"  # none | markov
+    path_rank: int = 0
+
+    def __post_init__(self) -> None:
+        _one_of("DraftConfig", "path_head", self.path_head, ("none", "markov"))
+        _at_least("DraftConfig", "block_size", self.block_size, 2)
+        if self.path_head != "none":
+            _at_least("DraftConfig", "path_rank", self.path_rank, 1)
+
+    @property
+    def depth(self) -> int:
+        """Depths drafted per round: one less than the block, whose slot 0 is the anchor (in-place convention)."""
+        return self.block_size if self.draft_shift else self.block_size - 1
+
+    @property
+    def head_vocab_size(self) -> int:
+        return self.draft_vocab_size or self.vocab_size
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecConfig(_FromMapping):
+    """What to speculate with. `None` means: take the drafter's or the device's own best value."""
+
+    mode: str = "auto"  # auto | tree | chain | off
+    drafter: str = "hybrid"  # head | lookup | hybrid | none
+    budget: int | None = None  # tree nodes verified per round, root included
+    depth: int | None = None  # longest path below the root; None: all the drafter gives
+    width: int = 8  # candidates kept per depth
+    builder: str = "exact"
+    lookup_ngram: int = 3  # longest n-gram that prompt lookup matches
+    lookup_branches: int = 2  # continuations that prompt lookup offers
+    top2gap_beta: float = 2.0
+    top2gap_g0: float = 1.0
+    histogram: tuple[tuple[float, ...], ...] | None = None  # depth x rank acceptance, for depth_rank_histogram
+    histogram_threshold: float = 0.02
+
+    def __post_init__(self) -> None:
+        _one_of("SpecConfig", "mode", self.mode, SPEC_MODES)
+        _one_of("SpecConfig", "drafter", self.drafter, DRAFTERS)
+        _one_of("SpecConfig", "builder", self.builder, BUILDERS)
+        for field, low in (("width", 1), ("lookup_ngram", 1), ("lookup_branches", 1)):
+            _at_least("SpecConfig", field, getattr(self, field), low)
+        for field in ("budget", "depth"):
+            if getattr(self, field) is not None:
+                _at_least("SpecConfig", field, getattr(self, field), 1)
+        if self.builder == "depth_rank_histogram" and self.histogram is None:
+            raise ConfigError(
+                "SpecConfig.builder='depth_rank_histogram' needs a recorded acceptance table; "
+                "give SpecConfig.histogram or choose builder='exact'"
+            )
+
+    @property
+    def enabled(self) -> bool:
+        return self.mode != "off" and self.drafter != "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams(_FromMapping):
+    """How tokens are chosen. temperature 0 is greedy (lowest id wins ties)."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: off; k: the k best alternatives beside the chosen token
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("temperature", self.temperature, 0.0, 100.0),
+            ("top_k", self.top_k, 0, 2**31 - 1),
+            ("min_p", self.min_p, 0.0, 1.0),
+            ("seed", self.seed, 0, 2**32 - 1),
+            ("max_tokens", self.max_tokens, 1, 2**31 - 1),
+        )
+        for name, value, low, high in checks:
+            ok = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+            if not ok:
+                raise ConfigError(f"{name}={value!r} is out of range; give a number from {low} to {high}")
+        if not (isinstance(self.top_p, (int, float)) and 0.0 < self.top_p <= 1.0):
+            raise ConfigError(f"top_p={self.top_p!r} is out of range; give a number above 0 and up to 1")
+        if self.logprobs is not None and not 0 <= self.logprobs <= 20:
+            raise ConfigError(f"logprobs={self.logprobs!r} is out of range; give 0 to 20")
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise ConfigError(f"stop={list(self.stop)!r} holds an empty or non-text stop; give non-empty strings")
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig(_FromMapping):
+    """Sizes and numerics of an engine; these fix which programs are compiled."""
+
+    capacity: int = 2_048  # tokens per sequence (prompt and answer together)
+    dtype: str = "float32"
+    numerics: str = "fast"  # fast | bitwise (algorithm.md section 6, level 2)
+    kernels: str = "auto"  # auto | cpu (native, XLA FFI) | xla
+    max_batch: int = 32
+    prefill_chunk: int = 64
+    attention_chunk: int = 256
+
+    def __post_init__(self) -> None:
+        _one_of("EngineConfig", "dtype", self.dtype, DTYPES)
+        _one_of("EngineConfig", "numerics", self.numerics, NUMERICS)
+        _one_of("EngineConfig", "kernels", self.kernels, KERNELS)
+        for field in ("capacity", "max_batch", "prefill_chunk", "attention_chunk"):
+            _at_least("EngineConfig", field, getattr(self, field), 1)

@@ -1,0 +1,6 @@
+"""Projections and attention whose row results can be made independent of the other rows."""
+
+from jetspec_jax.numerics.linear import linear, take_rows
+from jetspec_jax.numerics.attention import fold_attention, online_attention
+
+__all__ = ["fold_attention", "linear", "online_attention", "take_rows"]
