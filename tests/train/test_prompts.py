@@ -1,0 +1,76 @@
+"""Training prompts are distinct, reproducible, and share nothing with the evaluation suites."""
+
+import random
+
+import pytest
+
+from jetspec_jax.errors import ConfigError, ModelFileError
+from train import prompts
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[dict]:
+    return prompts.training_prompts(400, seed=3)
+
+
+def _suite_texts() -> list[str]:
+    texts = []
+    for distribution, name in prompts.EVALUATION_FILES:
+        for record in prompts._records(prompts.package_file(distribution, name)):
+            texts += [t for t in prompts._texts(record) if len(prompts.words(t)) >= prompts.NGRAM]
+    return texts
+
+
+def test_prompts_are_distinct_reproducible_and_from_every_source(drawn: list[dict]) -> None:
+    assert len({p["id"] for p in drawn}) == 400
+    assert {p["source"] for p in drawn} == set(prompts.SHARES)
+    assert prompts.training_prompts(400, seed=3) == drawn
+    assert prompts.training_prompts(400, seed=4) != drawn
+    assert all(p["messages"][0]["role"] == "user" for p in drawn)
+    assert all(len(p["messages"][0]["content"]) <= prompts.MAX_CHARS for p in drawn)
+
+
+def test_no_training_prompt_shares_content_with_an_evaluation_suite(drawn: list[dict]) -> None:
+    # Independent of `evaluation_index`: plain text search of every 8-word run in all suites' texts.
+    haystack = "\n".join(" " + " ".join(prompts.words(t)) + " " for t in _suite_texts())
+    for prompt in drawn:
+        w = prompts.words(prompt["messages"][0]["content"])
+        runs = [" " + " ".join(w[i : i + prompts.NGRAM]) + " " for i in range(len(w) - prompts.NGRAM + 1)]
+        assert not any(run in haystack for run in runs), prompt
+
+
+def test_every_evaluation_item_is_recognised_verbatim_reworded_and_embedded() -> None:
+    texts = _suite_texts()
+    assert len(texts) > 300  # 164 HumanEval + 80 MT-Bench + 100 GSM8K items, with answers
+    for text in texts[::7]:
+        assert prompts.overlaps_evaluation(text)
+        assert prompts.overlaps_evaluation("Please help: " + text.upper().replace(",", " ;") + " Thanks!")
+
+
+def test_a_source_that_offers_an_evaluation_item_is_filtered(monkeypatch: pytest.MonkeyPatch) -> None:
+    leak = _suite_texts()[0]
+    offers = iter([leak, leak + " again", "An innocent prompt."])
+    monkeypatch.setattr(prompts, "SHARES", {"chat": 1.0})
+    monkeypatch.setitem(prompts._SOURCES, "chat", lambda rng: next(offers))
+    assert [p["messages"][0]["content"] for p in prompts.training_prompts(1)] == ["An innocent prompt."]
+
+
+def test_too_many_prompts_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "SHARES", {"chat": 1.0})
+    monkeypatch.setitem(prompts._SOURCES, "chat", lambda rng: "one " + str(rng.randint(1, 3)))
+    with pytest.raises(ConfigError, match="only 3 distinct prompts"):
+        prompts.training_prompts(10)
+    with pytest.raises(ConfigError, match="n=0"):
+        prompts.training_prompts(0)
+    with pytest.raises(ModelFileError, match="no-such-package"):
+        prompts.package_file("no-such-package", "x")
+
+
+def test_computed_examples_of_procedural_tasks_are_right() -> None:
+    from train.prompts_python import procedural_prompt, third_person
+
+    seen = [procedural_prompt(random.Random(i)) for i in range(60)]
+    assert any(">>>" in text for text in seen)
+    assert third_person("Return the sum.") == "returns the sum"
+    assert third_person("Apply f to x") == "applies f to x"
+    assert third_person("The sum of all.") is None
