@@ -1,0 +1,187 @@
+// Shared by the native CPU kernels: vectors, floating-point environment, work sharing on XLA's thread pool.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jetspec {
+
+namespace ffi = xla::ffi;
+
+// ---- Vectors -------------------------------------------------------------------------------------------------------
+// One type per instruction set. Every lane holds another output and fma() rounds once, so the bits of an output are
+// the same for all of them. JETSPEC_FORM forces a narrower form (tests): 3 AVX-512, 2 AVX2, 1 NEON, 0 portable.
+#if !defined(JETSPEC_FORM)
+#if defined(__AVX512F__)
+#define JETSPEC_FORM 3
+#elif defined(__AVX2__) && defined(__FMA__)
+#define JETSPEC_FORM 2
+#elif defined(__aarch64__)
+#define JETSPEC_FORM 1
+#else
+#define JETSPEC_FORM 0
+#endif
+#endif
+
+#if JETSPEC_FORM == 3
+using Vec = __m512;
+inline Vec zero() { return _mm512_setzero_ps(); }
+inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+inline Vec splat(float s) { return _mm512_set1_ps(s); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+#elif JETSPEC_FORM == 2
+using Vec = __m256;
+inline Vec zero() { return _mm256_setzero_ps(); }
+inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
+inline Vec splat(float s) { return _mm256_set1_ps(s); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+#elif JETSPEC_FORM == 1
+using Vec = float32x4_t;
+inline Vec zero() { return vdupq_n_f32(0.0f); }
+inline Vec load(const float* p) { return vld1q_f32(p); }
+inline void store(float* p, Vec v) { vst1q_f32(p, v); }
+inline Vec splat(float s) { return vdupq_n_f32(s); }
+inline Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
+#else
+typedef float Vec __attribute__((vector_size(16)));
+inline Vec zero() { return Vec{0.0f, 0.0f, 0.0f, 0.0f}; }
+inline Vec load(const float* p) {
+  Vec v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
+inline Vec splat(float s) { return Vec{s, s, s, s}; }
+inline Vec fma(Vec a, Vec b, Vec c) {
+  for (int i = 0; i < 4; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+}
+#endif
+constexpr int kLanes = sizeof(Vec) / sizeof(float);
+
+// ---- Floating-point environment ------------------------------------------------------------------------------------
+// XLA's pool threads flush subnormals to zero and the thread that calls a handler may not. The kernels compute with
+// IEEE subnormals and round-to-nearest on every thread, or the bits would depend on which thread took a tile.
+class FloatEnv {
+ public:
+#if defined(__x86_64__)
+  FloatEnv() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
+  ~FloatEnv() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#elif defined(__aarch64__)
+  FloatEnv() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    asm volatile("msr fpcr, %0" ::"r"(uint64_t{0}));
+  }
+  ~FloatEnv() { asm volatile("msr fpcr, %0" ::"r"(saved_)); }
+
+ private:
+  uint64_t saved_;
+#else
+  FloatEnv() {}
+#endif
+};
+
+// ---- Work sharing --------------------------------------------------------------------------------------------------
+inline void cpu_pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+inline int affinity_count() {
+#if defined(__linux__)
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) return std::max(1, CPU_COUNT(&set));
+#endif
+  return std::max(1u, std::thread::hardware_concurrency());
+}
+
+// Runs body(begin, end) over [0, total) on the calling thread and up to `threads - 1` threads of XLA's pool
+// (threads = 0: all that the pool and the CPU affinity allow). The caller takes work from the start, so a pool thread
+// that wakes late (or never: all may be busy) costs nothing; it finds no work left and touches nothing but the
+// reference-counted counters. Ranges shrink as the work runs out: long runs of neighbouring tiles for the hardware
+// prefetchers, small ones for the balance at the end.
+template <typename Body>
+void parallel_for(ffi::ThreadPool& pool, int total, int threads, const Body& body) {
+  static const int allowed = affinity_count();
+  int limit = std::min<int>(allowed, static_cast<int>(pool.num_threads()));
+  if (threads > 0) limit = std::min(limit, threads);
+  const int helpers = std::min(limit, total) - 1;
+  if (helpers <= 0) {
+    if (total > 0) {
+      FloatEnv env;
+      body(0, total);
+    }
+    return;
+  }
+  struct Shared {
+    alignas(64) std::atomic<int> next{0};
+    alignas(64) std::atomic<int> done{0};
+    alignas(64) std::atomic<int> references;
+    int total;
+    int workers;
+    const Body* body;
+    void work() {
+      int begin = next.load(std::memory_order_relaxed);
+      while (begin < total) {
+        const int take = std::max(1, (total - begin) / (2 * workers));
+        if (!next.compare_exchange_weak(begin, begin + take, std::memory_order_relaxed)) continue;
+        {
+          FloatEnv env;
+          (*body)(begin, begin + take);
+        }
+        done.fetch_add(take, std::memory_order_release);
+        begin = next.load(std::memory_order_relaxed);
+      }
+    }
+    void release() {
+      if (references.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
+    }
+  };
+  Shared* shared = new Shared;
+  shared->references.store(helpers + 1, std::memory_order_relaxed);
+  shared->total = total;
+  shared->workers = helpers + 1;
+  shared->body = &body;
+  for (int i = 0; i < helpers; ++i) {
+    pool.Schedule([shared] {
+      shared->work();
+      shared->release();
+    });
+  }
+  shared->work();
+  // Only tiles already being computed elsewhere are waited for: spin while that is short, then give the CPU away.
+  for (int spins = 0; shared->done.load(std::memory_order_acquire) != total; ++spins) {
+    if (spins < 4096) {
+      cpu_pause();
+    } else {
+      std::this_thread::yield();
+    }
+  }
+  shared->release();
+}
+
+}  // namespace jetspec
