@@ -1,0 +1,298 @@
+"""GGUF models as a `TensorSource`: Hugging Face tensor names and row order, ModelConfig from the metadata."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from typing import Any
+
+import numpy as np
+
+from jetspec_jax.config import ModelConfig, RopeConfig
+from jetspec_jax.errors import ModelFileError
+from jetspec_jax.weights.dequant import SUPPORTED, dequantize
+from jetspec_jax.weights.gguf_file import GGUFFile, TensorInfo
+
+FAMILY_OF_ARCHITECTURE = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)$")
+_ROPE_FREQS = "rope_freqs.weight"  # llama 3 scaling, baked to one divisor per frequency
+
+
+@dataclasses.dataclass(frozen=True)
+class RawTensor:
+    """A tensor still quantised: `blocks` is uint8 [rows, bytes per row], rows in Hugging Face order."""
+
+    kind: str  # GGUF type name, such as "Q4_1"
+    shape: tuple[int, ...]
+    blocks: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where one Hugging Face tensor lies: a GGUF tensor, perhaps one expert of it, perhaps row-permuted."""
+
+    info: TensorInfo
+    expert: int | None = None
+    permuted_heads: int = 0  # rows are interleaved for this many heads; 0: they are not
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.info.shape if self.expert is None else self.info.shape[1:]
+
+
+class GGUFSource:
+    """Reads one .gguf file.
+
+    Raises:
+        ModelFileError: see `GGUFFile`; also an unknown architecture, an unknown tensor or a quantisation
+            without a dequantiser here.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.file = GGUFFile(path)
+        self.path = self.file.path
+        self.architecture = str(self._required("general.architecture"))
+        if self.architecture not in FAMILY_OF_ARCHITECTURE:
+            raise ModelFileError(
+                f"{self.path}: architecture {self.architecture!r} is not supported; "
+                f"use one of {', '.join(FAMILY_OF_ARCHITECTURE)}"
+            )
+        self._places: dict[str, _Place] = {}
+        for info in self.file.tensors.values():
+            self._map(info)
+        self._config: ModelConfig | None = None
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """All metadata of the file (tokenizer included)."""
+        return self.file.metadata
+
+    def config(self) -> ModelConfig:
+        """Geometry of the model, from the metadata and the tensors present."""
+        if self._config is None:
+            self._config = self._read_config()
+        return self._config
+
+    def names(self) -> list[str]:
+        """Hugging Face names of all tensors; stacked experts are listed one by one."""
+        return list(self._places)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._place(name).shape
+
+    def read(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
+        """Float32 values in Hugging Face row order; written into `out` (C-contiguous float32) when given."""
+        raw = self.raw(name)
+        return dequantize(raw.blocks, raw.kind, out)
+
+    def raw(self, name: str) -> RawTensor:
+        """The stored blocks of a tensor, rows in Hugging Face order (a view of the file unless permuted)."""
+        place = self._place(name)
+        blocks = self.file.blocks(place.info.name)
+        if place.expert is not None:
+            blocks = blocks[place.expert]
+        if place.permuted_heads:
+            # llama.cpp rotates neighbouring pairs, so its converter interleaves the two halves of every head's
+            # q and k rows; whole rows move, so the blocks inside a row stay as they are.
+            rows = blocks.shape[0]
+            split = blocks.reshape(place.permuted_heads, rows // place.permuted_heads // 2, 2, *blocks.shape[1:])
+            blocks = np.ascontiguousarray(split.swapaxes(1, 2)).reshape(blocks.shape)
+        return RawTensor(place.info.type_name, place.shape, blocks)
+
+    def _place(self, name: str) -> _Place:
+        if name not in self._places:
+            raise ModelFileError(f"{self.path}: tensor {name!r} is missing; the file is incomplete, convert the model again")
+        return self._places[name]
+
+    def _map(self, info: TensorInfo) -> None:
+        if info.type_name not in SUPPORTED:
+            raise ModelFileError(
+                f"{self.path}: tensor {info.name!r} is quantised as {info.type_name}, which is not supported; "
+                f"use a file with {', '.join(SUPPORTED)}"
+            )
+        if info.name in _TOP:
+            self._places[_TOP[info.name]] = _Place(info)
+            return
+        if info.name == _ROPE_FREQS:
+            return  # read by `_rope`
+        match = _LAYER_NAME.match(info.name)
+        layer, part, kind = match.groups() if match else ("", "", "")
+        if part in _LAYER:
+            heads = self._heads(part) if self.architecture == "llama" and part in ("attn_q", "attn_k") else 0
+            if heads and info.shape[0] % (2 * heads):
+                raise ModelFileError(
+                    f"{self.path}: tensor {info.name!r} of shape {info.shape} does not divide into {heads} heads; "
+                    "convert the model again"
+                )
+            self._places[f"model.layers.{layer}.{_LAYER[part]}.{kind}"] = _Place(info, permuted_heads=heads)
+        elif part in _EXPERTS and kind == "weight" and len(info.shape) == 3:
+            for expert in range(info.shape[0]):
+                name = f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERTS[part]}.weight"
+                self._places[name] = _Place(info, expert=expert)
+        else:
+            raise ModelFileError(
+                f"{self.path}: tensor {info.name!r} is not part of a {self.architecture} model that is supported here; "
+                "convert the model again or use its safetensors directory"
+            )
+
+    def _heads(self, part: str) -> int:
+        queries = int(self._required(f"{self.architecture}.attention.head_count"))
+        return queries if part == "attn_q" else int(self._get("attention.head_count_kv", queries))
+
+    def _required(self, key: str) -> Any:
+        value = self.file.metadata.get(key)
+        if value is None:
+            raise ModelFileError(f"{self.path}: metadata key {key!r} is missing; convert the model again")
+        if isinstance(value, np.ndarray):
+            if len(set(value.tolist())) != 1:
+                raise ModelFileError(f"{self.path}: {key} differs between layers, which is not supported; use another model")
+            return value.tolist()[0]
+        return value
+
+    def _get(self, key: str, default: Any = None) -> Any:
+        full = f"{self.architecture}.{key}"
+        return self._required(full) if full in self.file.metadata else default
+
+    def _need(self, key: str) -> Any:
+        return self._required(f"{self.architecture}.{key}")
+
+    def _read_config(self) -> ModelConfig:
+        family = FAMILY_OF_ARCHITECTURE[self.architecture]
+        if self._get("attention.sliding_window", 0):
+            raise ModelFileError(
+                f"{self.path}: sliding-window attention ({self.architecture}.attention.sliding_window="
+                f"{self._get('attention.sliding_window')}) is not supported; use a model with full attention"
+            )
+        hidden, heads = int(self._need("embedding_length")), int(self._need("attention.head_count"))
+        head_dim = int(self._get("attention.key_length", hidden // heads))
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if int(self._get(key, head_dim)) != head_dim:
+                raise ModelFileError(
+                    f"{self.path}: {self.architecture}.{key}={self._get(key)} differs from the head size {head_dim}, "
+                    "which is not supported; use another model"
+                )
+        layers = int(self._need("block_count"))
+        embedding = self._place("model.embed_tokens.weight").shape
+        experts = int(self._get("expert_count", 0))
+        dense = tuple(i for i in range(layers) if f"model.layers.{i}.mlp.gate.weight" not in self._places)
+        return ModelConfig(
+            family=family,
+            vocab_size=embedding[0],
+            hidden_size=hidden,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=int(self._get("attention.head_count_kv", heads)),
+            head_dim=head_dim,
+            ffn_size=int(self._get("feed_forward_length", 0) if experts else self._need("feed_forward_length")),
+            max_context=int(self._need("context_length")),
+            rms_eps=_short(self._need("attention.layer_norm_rms_epsilon")),
+            rope=self._rope(head_dim),
+            tie_embeddings="lm_head.weight" not in self._places,
+            qkv_bias="model.layers.0.self_attn.q_proj.bias" in self._places,
+            out_bias="model.layers.0.self_attn.o_proj.bias" in self._places,
+            mlp_bias="model.layers.0.mlp.down_proj.bias" in self._places,
+            qk_norm="model.layers.0.self_attn.q_norm.weight" in self._places,
+            num_experts=experts,
+            experts_per_token=int(self._need("expert_used_count")) if experts else 0,
+            moe_ffn_size=int(self._need("expert_feed_forward_length")) if experts else 0,
+            # llama.cpp always renormalises the chosen experts of this architecture, and stores no flag for it.
+            norm_topk_prob=bool(experts),
+            dense_layers=dense if experts else (),
+            eos_ids=self.eos_ids(),
+            bos_id=self._token_id("bos"),
+            pad_id=self._token_id("padding"),
+            name=str(self.file.metadata.get("general.name", self.path.stem)),
+        )
+
+    def _token_id(self, role: str) -> int | None:
+        value = self.file.metadata.get(f"tokenizer.ggml.{role}_token_id")
+        return None if value is None else int(value)
+
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end a generation: end of sequence, of turn, of message, as far as the file names them."""
+        found = [self._token_id(role) for role in ("eos", "eot", "eom")]
+        return tuple(dict.fromkeys(i for i in found if i is not None))
+
+    def _rope(self, head_dim: int) -> RopeConfig:
+        theta = _short(self._get("rope.freq_base", 10_000.0))
+        kind = str(self._get("rope.scaling.type", "none"))
+        factor = _short(self._get("rope.scaling.factor", self._get("rope.scale_linear", 1.0)))
+        if _ROPE_FREQS in self.file.tensors:
+            if kind not in ("none", "llama3"):
+                raise ModelFileError(
+                    f"{self.path}: rope scaling {kind!r} together with tensor {_ROPE_FREQS!r} is not supported; use another model"
+                )
+            return self._llama3_rope(theta, head_dim)
+        if kind == "yarn":
+            for key, plain in (("yarn_log_multiplier", 0.0), ("yarn_attn_factor", 1.0), ("attn_factor", 1.0)):
+                if _short(self._get(f"rope.scaling.{key}", plain)) != plain:
+                    raise ModelFileError(
+                        f"{self.path}: rope scaling key {key}={self._get(f'rope.scaling.{key}')} is not supported; use another model"
+                    )
+            return RopeConfig(
+                theta=theta,
+                kind="yarn",
+                factor=factor,
+                original_max_position=int(self._need("rope.scaling.original_context_length")),
+                beta_fast=_short(self._get("rope.scaling.yarn_beta_fast", 32.0)),
+                beta_slow=_short(self._get("rope.scaling.yarn_beta_slow", 1.0)),
+            )
+        if kind in ("none", "linear"):
+            # Old files carry a factor without a type; it meant linear scaling.
+            return RopeConfig(theta=theta, kind="linear" if factor != 1.0 else "default", factor=factor)
+        raise ModelFileError(f"{self.path}: rope scaling {kind!r} is not supported; use a model with none, linear, llama3 or yarn")
+
+    def _llama3_rope(self, theta: float, head_dim: int) -> RopeConfig:
+        """Recover the parameters behind the baked divisors: all released models share 1 / 4 / 8192."""
+        info = self.file.tensors[_ROPE_FREQS]
+        baked = dequantize(self.file.blocks(_ROPE_FREQS), info.type_name)
+        rope = RopeConfig(
+            theta=theta, kind="llama3", factor=_short(baked.max()),
+            low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8_192,
+        )  # fmt: skip
+        expected = llama3_divisors(rope, head_dim)
+        if baked.shape != expected.shape or not np.allclose(baked, expected, rtol=1e-4):
+            raise ModelFileError(
+                f"{self.path}: tensor {_ROPE_FREQS!r} does not hold Llama 3 scaling (1, 4, 8192); use the model's safetensors directory"
+            )
+        return rope
+
+
+def llama3_divisors(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Divisor of each rotary frequency under Llama 3 scaling, float32 [head_dim / 2] (llama.cpp's converter)."""
+    low, high = rope.original_max_position / rope.low_freq_factor, rope.original_max_position / rope.high_freq_factor
+    out = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * rope.theta ** (i / head_dim)
+        smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        between = 1.0 / ((1.0 - smooth) / rope.factor + smooth)
+        out.append(1.0 if wavelength < high else rope.factor if wavelength > low else between)
+    return np.asarray(out, np.float32)
+
+
+def _short(value: Any) -> float:
+    """The shortest decimal of a stored float32: 1e-05 rather than 9.999999747378752e-06 (equal in float32)."""
+    return float(str(np.float32(value)))

@@ -1,0 +1,94 @@
+"""What every checkpoint format offers, and how a user's `--model` value becomes one."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from jetspec_jax.config import ModelConfig
+from jetspec_jax.errors import ModelFileError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+
+
+@runtime_checkable
+class TensorSource(Protocol):
+    """Tensors of a checkpoint under their Hugging Face names and in Hugging Face row order, read lazily."""
+
+    path: Path
+
+    def config(self) -> ModelConfig:
+        """Geometry of the target model (a draft head's own config is read by `jetspec_jax.drafter`)."""
+        ...
+
+    def names(self) -> list[str]:
+        """All tensors that a loader has to account for."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor; ModelFileError when it is missing."""
+        ...
+
+    def read(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
+        """Values in a float dtype; written into `out` (C-contiguous float32, same shape) when given."""
+        ...
+
+
+def resolve_model(path: str | os.PathLike[str]) -> Path:
+    """Local path of a model: a directory or file as given, or the local copy of a hub id (`owner/name`).
+
+    A hub id is looked up in the local hub cache first and downloaded otherwise.
+
+    Raises:
+        ModelFileError: nothing at the path; hub unreachable, with what to do.
+    """
+    text = os.fspath(path)
+    local = Path(text).expanduser()
+    try:
+        if local.exists():
+            return local
+    except OSError as err:
+        raise ModelFileError(f"{text}: cannot be read ({err.strerror or err}); check the path and permissions") from err
+    if not _HUB_ID.fullmatch(text) or text.endswith(".gguf") or (local.parent != Path(".") and local.parent.is_dir()):
+        raise ModelFileError(f"{text}: no such file or directory; give a model directory (config.json + safetensors) or a .gguf file")
+    return _from_hub(text)
+
+
+def _from_hub(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download  # slow import, and only needed for hub ids
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(_HUB_FILES), local_files_only=True))
+    except Exception:  # noqa: BLE001 - not in the cache; the download below decides
+        pass
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(_HUB_FILES)))
+    except Exception as err:  # noqa: BLE001 - the hub client raises many unrelated types
+        reason = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
+        raise ModelFileError(
+            f"{hub_id}: no such local path, and the Hugging Face hub did not deliver it ({reason[:160]}); on a machine with "
+            f"network run `hf download {hub_id} --local-dir DIR` and give DIR here"
+        ) from err
+
+
+def open_source(path: str | os.PathLike[str]) -> TensorSource:
+    """Open a Hugging Face directory, a .gguf file, or a hub id.
+
+    Returns:
+        A source whose directory of tensors has been checked against the file sizes; no tensor is read yet.
+
+    Raises:
+        ModelFileError: missing, unreadable, damaged or unsupported file; the message names file, tensor and remedy.
+    """
+    from jetspec_jax.weights.gguf import GGUFSource
+    from jetspec_jax.weights.hf import HFSource
+
+    local = resolve_model(path)
+    if local.is_dir():
+        return HFSource(local)
+    return GGUFSource(local)
