@@ -9,8 +9,8 @@
 
 targets/NAME/   a tiny random model as a Hugging Face directory and golden.npz: `tokens` [2, T] int32, `logits` [2, T, V] and
                 `hidden_states` [L, 2, T, H] (the output of every decoder layer, before the final norm), computed in float32.
-rope.json, rope.npz   rotary tables of transformers, per rope type: inverse frequencies and cos/sin at sampled positions up
-                to three times the original maximum.
+rope.json, rope.npz   rotary tables of transformers, per rope type: inverse frequencies, cos and sin at sampled
+                positions up to three times the original maximum.
 drafts/NAME/    a random draft head in the published layout (algorithm.md section 2) and golden.npz, from the independent torch
                 transcription in torch_draft_head.py: inputs and draft logits of two consecutive rounds.
 smollm2_greedy.json   64 greedy tokens of the real SmolLM2-135M-Instruct (dequantised GGUF, float32) for three chats.
@@ -191,6 +191,8 @@ def to_legacy(path: Path) -> None:
     config["rope_theta"] = rope.pop("rope_theta")
     config["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
     config["torch_dtype"] = config.pop("dtype")
+    if "num_local_experts" in config:  # the name under which transformers 5 writes it
+        config["num_experts"] = config.pop("num_local_experts")
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
