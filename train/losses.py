@@ -1,0 +1,120 @@
+"""Losses of parallel draft heads as pure functions of logits (algorithm.md section 7).
+
+Everything is per slot: logits [..., Vd] over the draft vocabulary in float32, labels [...] int32 in draft ids with -1
+where the target's token is outside the draft vocabulary or past the text. Masked slots are replaced before any
+reduction, so that no NaN of an unused slot can reach a sum or a gradient.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jetspec_jax.typing import Array
+
+
+@flax.struct.dataclass
+class LossParts:
+    """Sums over the supervised slots of some blocks, per depth. Add parts of chunks, then `finish`."""
+
+    loss: Array  # [D] float32, weighted loss summed over slots
+    agree: Array  # [D] float32, slots whose best token is the target's
+    count: Array  # [D] float32, supervised slots (label inside the text, in the draft vocabulary or not)
+    chain: Array  # scalar, accepted tokens of the greedy chain, summed over whole blocks
+    blocks: Array  # scalar, whole blocks (a label at every depth)
+
+
+def depth_weights(depth: int, gamma: float) -> Array:
+    """exp(-d / gamma) for d = 0..depth-1, [D] float32; uniform where gamma is 0 (off)."""
+    if gamma <= 0:
+        return jnp.ones((depth,), jnp.float32)
+    return jnp.exp(-jnp.arange(depth, dtype=jnp.float32) / gamma)
+
+
+def masked(x: Array, mask: Array) -> Array:
+    """x where mask, else 0; x [..., n], mask [...]. A select: NaN in masked rows vanishes, gradient included."""
+    return jnp.where(mask[..., None], x, jnp.zeros((), x.dtype))
+
+
+def cross_entropy(logits: Array, labels: Array, mask: Array) -> Array:
+    """-log softmax(logits)[label] per slot, [...] float32; 0 where masked.
+
+    Args:
+        logits: [..., Vd] float32.
+        labels: [...] int32; any value where masked.
+        mask: [...] bool.
+    """
+    logits = masked(logits, mask)
+    picked = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+    return jnp.where(mask, jax.nn.logsumexp(logits, -1) - picked, 0.0)
+
+
+def forward_kl(logits: Array, teacher: Array, mask: Array, temperature: float = 1.0) -> Array:
+    """T^2 KL(teacher^(1/T) || student^(1/T)) per slot, [...] float32; 0 where masked.
+
+    Both are normalised over the draft vocabulary ("renormalised", not "other bucket"): the student has no output for
+    other tokens, so an 'other' logit would only measure the vocabulary's coverage. Slots whose target token lies
+    outside are left to the caller's mask. The teacher carries no gradient.
+
+    Args:
+        logits, teacher: [..., Vd] float32.
+        mask: [...] bool.
+        temperature: T of the distillation (Hinton et al., arXiv 1503.02531), above 0.
+    """
+    teacher = jax.lax.stop_gradient(masked(teacher, mask))
+    log_q = jax.nn.log_softmax(masked(logits, mask) / temperature, -1)
+    log_p = jax.nn.log_softmax(teacher / temperature, -1)
+    kl = jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
+    return jnp.where(mask, kl * temperature**2, 0.0)
+
+
+def block_loss(
+    logits: Array, labels: Array, inside: Array, weights: Array, *, teacher: Array | None = None, ce: float = 1.0,
+    kl: float = 0.0, temperature: float = 1.0,
+) -> LossParts:  # fmt: skip
+    """Loss and metrics of blocks.
+
+    Args:
+        logits: [N, D, Vd] float32, conditioned on the true parents where there is a path head.
+        labels: [N, D] int32 draft ids; -1 outside the draft vocabulary.
+        inside: [N, D] bool, the label exists (block is real and the position lies inside the text).
+        weights: [D] from `depth_weights`.
+        teacher: [N, D, Vd] float32 target logits; needed where kl > 0.
+        ce, kl, temperature: of the sum ce * CE + kl * KL.
+    """
+    depth = logits.shape[1]
+    supervised = inside & (labels >= 0)
+    total = jnp.zeros(labels.shape, jnp.float32)
+    if ce > 0:
+        total = total + ce * cross_entropy(logits, labels, supervised)
+    if kl > 0 and teacher is not None:
+        total = total + kl * forward_kl(logits, teacher, supervised, temperature)
+    best = jnp.argmax(masked(jax.lax.stop_gradient(logits), inside), -1).astype(jnp.int32)
+    agree = ((best == labels) & supervised).astype(jnp.float32)
+    # Given right parents so far, the greedy chain is exactly the run of agreements.
+    run = jnp.cumprod(agree, 1).sum(1)
+    whole = inside.sum(1) == depth
+    return LossParts(
+        loss=(total * weights[None]).sum(0),
+        agree=agree.sum(0),
+        count=inside.astype(jnp.float32).sum(0),
+        chain=jnp.where(whole, run, 0.0).sum(),
+        blocks=whole.astype(jnp.float32).sum(),
+    )
+
+
+def finish(parts: LossParts) -> dict[str, Array]:
+    """Means of summed parts; 0 where nothing was supervised (a batch without labels is harmless).
+
+    Returns:
+        loss (scalar), loss_per_depth [D], agreement [D], chain_tau (1 + accepted / blocks), slots.
+    """
+    count = jnp.maximum(parts.count, 1.0)
+    return {
+        "loss": parts.loss.sum() / jnp.maximum(parts.count.sum(), 1.0),
+        "loss_per_depth": parts.loss / count,
+        "agreement": parts.agree / count,
+        "chain_tau": 1.0 + parts.chain / jnp.maximum(parts.blocks, 1.0),
+        "slots": parts.count.sum(),
+    }

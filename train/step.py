@@ -1,0 +1,242 @@
+"""One training step: block forward of the draft head, LM-head loss in chunks, gradients, optimiser.
+
+The forward is the serving forward (`jetspec_jax.drafter`), with weights wrapped so that every projection runs in the
+compute dtype, forward and backward (bfloat16 uses AMX or tensor cores; the master weights stay float32).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jetspec_jax.config import DraftConfig
+from jetspec_jax.drafter import block_inputs, context_kv, declare, draft_block, fuse
+from jetspec_jax.drafter.projection import ComputeWeight, dot, trainable_dot
+from jetspec_jax.models.spec import flatten, nest
+from jetspec_jax.typing import Array, Params, PyTree
+from train.losses import LossParts, block_loss, depth_weights, finish
+
+
+@flax.struct.dataclass
+class Batch:
+    """B sequences with A anchors each."""
+
+    tokens: Array  # [B, T] int32, right padded
+    length: Array  # [B] int32
+    taps: Array  # [B, T, n, Ht] target features, row t of token t
+    final: Array  # [B, T, Ht] target hidden states after the final norm
+    anchors: Array  # [B, A] int32 positions; the block supervises anchor+1 .. anchor+D
+    valid: Array  # [B, A] bool, False for padding anchors
+
+
+@flax.struct.dataclass
+class Frozen:
+    """The target's part: nothing of it is trained."""
+
+    embed: Array  # [V, H]
+    head: Array  # [Vd, H], LM head rows of the draft vocabulary
+    draft_of: Array  # [V] int32, draft id of each target id, -1 outside
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything a checkpoint holds besides the data cursor, which is `step` itself."""
+
+    params: Params
+    opt: PyTree
+    ema: Params | None
+    step: Array  # int32
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """What is minimised: mean over slots of weight(depth) * (ce * CE + kl * KL)."""
+
+    ce: float = 0.3
+    kl: float = 0.7
+    temperature: float = 1.0
+    gamma: float = 0.0  # depth weights exp(-d / gamma); 0: uniform
+    chunk: int = 32  # blocks whose logits are in memory at once
+
+
+def compute_params(cfg: DraftConfig, params: Params, dtype: Any) -> Params:
+    """Parameters with every projection wrapped for products in `dtype`."""
+    flat, decl = flatten(params), declare(cfg)
+    return nest({name: ComputeWeight(w, dtype) if decl[name].linear else w for name, w in flat.items()})
+
+
+def block_hidden(params: Params, cfg: DraftConfig, frozen: Frozen, batch: Batch, dtype: Any) -> Array:
+    """Hidden states of all blocks, [B, A, D, H], by the functions that serve."""
+    wrapped = compute_params(cfg, params, dtype)
+    ctx = fuse(wrapped, cfg, batch.taps.astype(dtype))
+    rows = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
+    kv = context_kv(wrapped, cfg, ctx, jnp.broadcast_to(rows[None], batch.tokens.shape))
+    anchor = jnp.take_along_axis(batch.tokens, batch.anchors, 1)
+    block = block_inputs(cfg, anchor, batch.anchors)
+    embeds = frozen.embed[block.tokens].astype(dtype)
+    # `anchors` itself is the number of context rows strictly before the anchor; made 3-D so that one anchor per
+    # sequence takes the training form as well (the streaming form has no gradient).
+    visible = rows[None, None] < batch.anchors[..., None]
+    return draft_block(
+        wrapped, cfg, embeds, block.positions, tuple(k for k, _ in kv), tuple(v for _, v in kv), visible
+    )
+
+
+def slot_targets(cfg: DraftConfig, frozen: Frozen, batch: Batch) -> tuple[Array, Array, Array, Array]:
+    """What supervises each slot, all [B, A, D]: label (draft id), inside (bool), parent (target id), teacher row.
+
+    Depth d of anchor a: the label is token a+1+d, its parent token a+d, and the target's hidden state at a+d holds its
+    distribution.
+    """
+    offsets = batch.anchors[..., None] + jnp.arange(cfg.depth, dtype=jnp.int32)[None, None]
+    last = batch.tokens.shape[1] - 1
+    inside = (offsets + 1 < batch.length[:, None, None]) & batch.valid[..., None]
+
+    def at(index: Array) -> Array:
+        flat = jnp.clip(index, 0, last).reshape(index.shape[0], -1)
+        return jnp.take_along_axis(batch.tokens, flat, 1).reshape(index.shape)
+
+    label = jnp.where(inside, frozen.draft_of[at(offsets + 1)], -1)
+    return label, inside, at(offsets), jnp.clip(offsets, 0, last)
+
+
+def _chunk_parts(
+    cfg: DraftConfig, loss: LossConfig, dtype: Any, head: Array, trained: tuple[Array, Array | None, Array | None],
+    fixed: tuple[Array, Array, Array],
+) -> tuple[Array, LossParts]:  # fmt: skip
+    """Summed loss of some blocks. trained: hidden [C, D, H], w1 rows [C, D, r], w2; fixed: final, label, inside."""
+    hidden, features, w2 = trained
+    final, label, inside = fixed
+    logits = trainable_dot(hidden, head, dtype).astype(jnp.float32)
+    if features is not None and w2 is not None:
+        logits = logits + trainable_dot(features, w2, dtype).astype(jnp.float32)
+    teacher = dot(final, head, dtype).astype(jnp.float32) if loss.kl > 0 else None
+    weights = depth_weights(cfg.depth, loss.gamma)
+    parts = block_loss(
+        logits, label, inside, weights, teacher=teacher, ce=loss.ce, kl=loss.kl, temperature=loss.temperature
+    )
+    return parts.loss.sum(), parts
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def chunked_loss(
+    cfg: DraftConfig, loss: LossConfig, dtype: Any, hidden: Array, features: Array | None, w2: Array | None,
+    head: Array, fixed: tuple[Array, Array, Array],
+) -> LossParts:  # fmt: skip
+    """Loss parts of N blocks, `loss.chunk` at a time.
+
+    The gradient of each chunk is taken while its logits are there (the head is frozen, so only [N, D, H] of gradient
+    has to be kept): no recomputation, and never more than one chunk of logits in memory.
+
+    Args:
+        hidden: [N, D, H]; features: [N, D, r] rows of w1 at the parents, or None; w2: [Vd, r] or None.
+        head: [Vd, H] in the compute dtype.
+        fixed: final [N, D, H], label [N, D], inside [N, D].
+    """
+    return _scan_chunks(cfg, loss, dtype, hidden, features, w2, head, fixed)[0]
+
+
+def _scan_chunks(
+    cfg: DraftConfig, loss: LossConfig, dtype: Any, hidden: Array, features: Array | None, w2: Array | None,
+    head: Array, fixed: tuple[Array, Array, Array],
+) -> tuple[LossParts, tuple[Array, Array | None, Array | None]]:  # fmt: skip
+    blocks = hidden.shape[0]
+    chunk = min(loss.chunk, blocks)
+    pad = -blocks % chunk
+
+    def split(x: Array) -> Array:
+        x = jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1)))  # padding blocks have inside = False
+        return x.reshape(-1, chunk, *x.shape[1:])
+
+    grad = jax.value_and_grad(functools.partial(_chunk_parts, cfg, loss, dtype, head), has_aux=True)
+
+    def step(carry: tuple[LossParts, Array | None], xs: Any) -> tuple[Any, Any]:
+        parts, dw2 = carry
+        h, f, kept = xs
+        (_, new), (dh, df, dw) = grad((h, f, w2), kept)
+        parts = jax.tree.map(jnp.add, parts, new)
+        return (parts, None if dw2 is None else dw2 + dw.astype(jnp.float32)), (dh, df)
+
+    zero = jnp.zeros((cfg.depth,), jnp.float32)
+    none = LossParts(zero, zero, zero, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+    start = (none, None if w2 is None else jnp.zeros(w2.shape, jnp.float32))
+    xs = jax.tree.map(split, (hidden, features, fixed))
+    (parts, dw2), (dh, df) = lax.scan(step, start, xs)
+    dh, df = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:blocks], (dh, df))
+    return parts, (dh, df, None if w2 is None or dw2 is None else dw2.astype(w2.dtype))
+
+
+def _chunked_fwd(
+    cfg: DraftConfig, loss: LossConfig, dtype: Any, hidden: Array, features: Array | None, w2: Array | None,
+    head: Array, fixed: tuple[Array, Array, Array],
+) -> tuple[LossParts, Any]:  # fmt: skip
+    parts, grads = _scan_chunks(cfg, loss, dtype, hidden, features, w2, head, fixed)
+    return parts, (grads, head, fixed)
+
+
+def _chunked_bwd(cfg: DraftConfig, loss: LossConfig, dtype: Any, kept: Any, g: LossParts) -> tuple[Any, ...]:
+    (dh, df, dw2), head, fixed = kept
+    # Only the total loss has a gradient; it is the same cotangent for every depth (`objective` sums them).
+    scale = g.loss[0]
+
+    def scaled(x: Array | None) -> Array | None:
+        return None if x is None else (x.astype(jnp.float32) * scale).astype(x.dtype)
+
+    def no_gradient(x: Array) -> Any:
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.zeros_like(x)
+        return jnp.zeros(x.shape, jax.dtypes.float0)
+
+    return scaled(dh), scaled(df), scaled(dw2), no_gradient(head), jax.tree.map(no_gradient, fixed)
+
+
+chunked_loss.defvjp(_chunked_fwd, _chunked_bwd)
+
+
+def objective(
+    params: Params, cfg: DraftConfig, loss: LossConfig, frozen: Frozen, batch: Batch, dtype: Any
+) -> tuple[Array, LossParts]:
+    """Mean loss over supervised slots, and the summed parts."""
+    hidden = block_hidden(params, cfg, frozen, batch, dtype)
+    label, inside, parent, row = slot_targets(cfg, frozen, batch)
+    blocks = hidden.shape[0] * hidden.shape[1]
+    flat_rows = row.reshape(row.shape[0], -1)
+    if loss.kl > 0:
+        final = jnp.take_along_axis(batch.final, flat_rows[..., None], 1)
+    else:
+        final = jnp.zeros((*flat_rows.shape, 1), dtype)
+    final = final.reshape(blocks, cfg.depth, -1)
+    features = w2 = None
+    if cfg.path_head != "none":
+        features = params["path"]["w1"][parent].astype(dtype).reshape(blocks, cfg.depth, -1)
+        w2 = params["path"]["w2"]
+    fixed = (final, label.reshape(blocks, -1), inside.reshape(blocks, -1))
+    hidden = hidden.reshape(blocks, cfg.depth, -1)
+    parts = chunked_loss(cfg, loss, dtype, hidden, features, w2, frozen.head.astype(dtype), fixed)
+    return parts.loss.sum() / jnp.maximum(lax.stop_gradient(parts.count.sum()), 1.0), parts
+
+
+def train_step(
+    state: TrainState, batch: Batch, frozen: Frozen, *, cfg: DraftConfig, loss: LossConfig,
+    optimiser: optax.GradientTransformation, ema_decay: float, dtype: Any,
+) -> tuple[TrainState, dict[str, Array]]:  # fmt: skip
+    """One update; returns the new state and the step's metrics (`losses.finish` plus grad_norm)."""
+    grad = jax.grad(functools.partial(objective, cfg=cfg, loss=loss, dtype=dtype), has_aux=True)
+    grads, parts = grad(state.params, frozen=frozen, batch=batch)
+    updates, opt = optimiser.update(grads, state.opt, state.params)
+    params = optax.apply_updates(state.params, updates)
+    ema = state.ema
+    if ema is not None:
+        # Early steps would otherwise average in the random start.
+        step = state.step.astype(jnp.float32)
+        decay = jnp.minimum(ema_decay, (1.0 + step) / (10.0 + step))
+        ema = jax.tree.map(lambda e, p: e + (1.0 - decay) * (p - e), ema, params)
+    metrics = finish(parts) | {"grad_norm": optax.global_norm(grads)}
+    return TrainState(params, opt, ema, state.step + 1), metrics
