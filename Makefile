@@ -1,0 +1,83 @@
+# jetspec-jax: `make demo` and `make test` set everything up themselves, in .venv, from a clean clone.
+#   make demo          the bundled model and draft head, plain against speculative
+#   make demo GPU=1    the same with the CUDA build of JAX
+#   PYTHON=/path/to/python3.12 chooses the interpreter
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+UV_VERSION := 0.13.9
+SUITES ?= humaneval,gsm8k,mtbench
+# Versions come from uv.lock. --inexact keeps what requirements/data.txt adds beside it.
+SYNC := UV_PROJECT_ENVIRONMENT=$(VENV) $(BIN)/uv sync --frozen --inexact --quiet $(if $(GPU),--extra cuda)
+# A stamp says what it installed: another choice of GPU=1 is another stamp.
+KIND := $(if $(GPU),gpu,cpu)
+RUN := $(VENV)/.installed-run-$(KIND)
+DEV := $(VENV)/.installed-dev-$(KIND)
+INPUTS := pyproject.toml uv.lock requirements/data.txt
+
+.PHONY: help demo generate test test-fast lint format types check bench train-smoke goldens lock hooks install dev clean distclean
+
+help:  ## This list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+demo: $(RUN)  ## Real text, plain against speculative; last line of stdout is JSON (under 3 minutes)
+	@$(BIN)/python -m serve.demo
+
+test: $(DEV)  ## All tests
+	@$(BIN)/python -m pytest
+
+test-fast: $(DEV)  ## Tests without the real model
+	@$(BIN)/python -m pytest -m "not slow"
+
+lint: $(DEV)  ## ruff: lint and format check
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+format: $(DEV)  ## ruff: fix and format
+	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+types: $(DEV)  ## pyright
+	@$(BIN)/pyright
+
+check: lint types test  ## lint, types and tests
+
+bench: $(DEV)  ## README's benchmark table: make bench SUITES=humaneval ARGS="--limit 20"
+	@$(BIN)/python -m serve.bench --suite $(SUITES) $(ARGS)
+
+train-smoke: $(DEV)  ## A few minutes of training through every stage, on tiny settings
+	@$(BIN)/python -m train.train_draft --config configs/train/smoke.toml
+
+lock: $(DEV)  ## Resolve again after a change of pyproject.toml
+	@$(BIN)/uv lock
+
+hooks: $(DEV)  ## Install the pre-commit hooks (they use .venv, no network)
+	@$(BIN)/pre-commit install
+
+install: $(RUN)  ## Only set up .venv to run
+dev: $(DEV)  ## Only set up .venv to develop
+
+clean:  ## Remove caches and build outputs
+	rm -rf .cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+
+distclean: clean  ## And .venv
+	rm -rf $(VENV)
+
+# --- set-up -------------------------------------------------------------------------------------------------
+
+$(BIN)/uv:
+	@python=$$(scripts/find_python) && echo "setting up $(VENV) with $$python" >&2 \
+	  && "$$python" -m venv $(VENV) \
+	  && $(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+
+$(RUN): $(INPUTS) | $(BIN)/uv
+	@$(SYNC)
+	@$(BIN)/uv pip install --quiet --no-deps --python $(BIN)/python -r requirements/data.txt
+	@touch $@
+
+$(DEV): $(INPUTS) | $(BIN)/uv
+	@$(SYNC) --extra dev
+	@$(BIN)/uv pip install --quiet --no-deps --python $(BIN)/python -r requirements/data.txt
+	@touch $@ $(RUN)
