@@ -1,6 +1,7 @@
-"""What every command of `serve` shares: flags, their translation to configs, exit codes, progress on stderr.
+"""What every command of `serve` shares: flags, configs made of them, exit codes, progress lines.
 
-Nothing here imports jax: a command must be able to say what it is about to load within a fraction of a second.
+Nothing here imports jax: a command must be able to say what it is about to load within a fraction
+of a second.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ INTERRUPTED = 130  # the shell's own code for a process ended by Ctrl-C
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors that name the nearest flag; abbreviations are off on purpose."""
+    """argparse with one-line errors that name the nearest flag, and without abbreviations."""
 
     def __init__(self, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
@@ -50,7 +51,8 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         parsed, extra = self.parse_known_args(args, namespace)
         if extra:
-            # A negative number or text after `--` is not a flag: name the first word that looks like one.
+            # A negative number or text after `--` is not a flag: name the first word that looks
+            # like one.
             word = next((w for w in extra if w.startswith("-") and len(w) > 1), extra[0])
             if not word.startswith("-"):
                 self.error(f"unexpected argument {word!r}; put the prompt in one pair of quotes")
@@ -62,40 +64,67 @@ class Parser(argparse.ArgumentParser):
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument("--model", metavar="PATH", help="HF directory or GGUF file (default: bundled SmolLM2-135M)")
-    group.add_argument("--draft", metavar="PATH", help="draft head directory (default: bundled head, if it fits)")
+    group.add_argument(
+        "--model", metavar="PATH", help="HF directory or GGUF file (default: bundled SmolLM2-135M)"
+    )
+    group.add_argument(
+        "--draft", metavar="PATH", help="draft head directory (default: bundled head, if it fits)"
+    )
     group.add_argument("--dtype", choices=DTYPES, help="weights and activations (default: float32)")
-    group.add_argument("--capacity", type=int, metavar="TOKENS", help="prompt and answer together (default: 2048)")
-    group.add_argument("--numerics", choices=NUMERICS, help="bitwise: logits equal to plain decoding bit for bit")
+    group.add_argument(
+        "--capacity", type=int, metavar="TOKENS", help="prompt and answer together (default: 2048)"
+    )
+    group.add_argument(
+        "--numerics", choices=NUMERICS, help="bitwise: logits equal to plain decoding bit for bit"
+    )
     group.add_argument("--kernels", choices=KERNELS, help="matmul kernels (default: auto)")
 
 
 def add_spec_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("speculation")
-    group.add_argument("--spec", choices=SPEC_MODES, help="tree, chain, off, or auto: what pays on this machine")
-    group.add_argument("--drafter", choices=DRAFTERS, help="who drafts (default: hybrid, or lookup without a head)")
+    group.add_argument(
+        "--spec", choices=SPEC_MODES, help="tree, chain, off, or auto: what pays on this machine"
+    )
+    group.add_argument(
+        "--drafter", choices=DRAFTERS, help="who drafts (default: hybrid, or lookup without a head)"
+    )
     group.add_argument("--depth", type=int, metavar="D", help="longest drafted path")
     group.add_argument("--width", type=int, metavar="W", help="candidates kept per depth")
-    group.add_argument("--budget", type=int, metavar="N", help="tree nodes verified per round, root included")
+    group.add_argument(
+        "--budget", type=int, metavar="N", help="tree nodes verified per round, root included"
+    )
     group.add_argument("--builder", choices=BUILDERS, help="tree builder (default: exact)")
     group.add_argument(
         "--spec-config",
         metavar="FILE_OR_JSON",
-        help="all of the above at once: a .toml or .json file or a JSON object; the flags above win over it",
+        help="all of the above at once: a .toml or .json file or a JSON object; the flags "
+        "above win over it",
     )
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int = 256) -> None:
     group = parser.add_argument_group("sampling")
-    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
+    group.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)"
+    )
     group.add_argument("--top-p", type=float, default=1.0, metavar="P")
     group.add_argument("--top-k", type=int, default=0, metavar="K", help="0: off")
     group.add_argument("--min-p", type=float, default=0.0, metavar="P")
-    group.add_argument("--seed", type=int, default=0, help="same seed, same tokens, plain or speculative")
-    group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"default: {max_tokens}")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
-    group.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-text token")
-    group.add_argument("--logprobs", type=int, metavar="K", help="log-probabilities, and the K best beside each")
+    group.add_argument(
+        "--seed", type=int, default=0, help="same seed, same tokens, plain or speculative"
+    )
+    group.add_argument(
+        "--max-tokens", type=int, default=max_tokens, metavar="N", help=f"default: {max_tokens}"
+    )
+    group.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated"
+    )
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="go on after the end-of-text token"
+    )
+    group.add_argument(
+        "--logprobs", type=int, metavar="K", help="log-probabilities, and the K best beside each"
+    )
 
 
 def spec_from_args(args: argparse.Namespace) -> SpecConfig:
@@ -118,7 +147,16 @@ def engine_from_args(args: argparse.Namespace, **extra: Any) -> EngineConfig:
 
 
 def sampling_from_args(args: argparse.Namespace) -> SamplingParams:
-    names = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "ignore_eos", "logprobs")
+    names = (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "max_tokens",
+        "ignore_eos",
+        "logprobs",
+    )
     return SamplingParams(stop=tuple(args.stop), **{name: getattr(args, name) for name in names})
 
 
@@ -131,7 +169,9 @@ def load_mapping(text: str, flag: str) -> dict[str, Any]:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(f"{flag} {text!r}: {reason}; give a .toml or .json file, or a JSON object") from error
+        raise ConfigError(
+            f"{flag} {text!r}: {reason}; give a .toml or .json file, or a JSON object"
+        ) from error
     if path.suffix == ".toml":
         try:
             return tomllib.loads(content)
@@ -146,7 +186,9 @@ def parse_json_object(text: str, where: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where}: not valid JSON ({error.msg}, column {error.colno})") from error
     if not isinstance(value, dict):
-        raise ConfigError(f'{where}: a JSON object like {{"key": value}} is needed, not {type(value).__name__}')
+        raise ConfigError(
+            f'{where}: a JSON object like {{"key": value}} is needed, not {type(value).__name__}'
+        )
     return value
 
 
@@ -165,12 +207,19 @@ def describe_load(args: argparse.Namespace) -> str:
 
 
 def check_path(path: str | None, flag: str) -> None:
-    """Refuses a local path that does not exist before anything heavy is imported. Hub ids (org/name) pass."""
+    """Refuses a missing local path before anything heavy is imported. Hub ids (org/name) pass."""
     if path is None:
         return
-    local = path.startswith((".", "/", "~")) or path.endswith((".gguf", ".safetensors")) or path.count("/") != 1
+    local = (
+        path.startswith((".", "/", "~"))
+        or path.endswith((".gguf", ".safetensors"))
+        or path.count("/") != 1
+    )
     if local and not Path(path).expanduser().exists():
-        raise ModelFileError(f"{flag} {path}: no such file or directory; give a Hugging Face directory or a .gguf file")
+        raise ModelFileError(
+            f"{flag} {path}: no such file or directory; give a Hugging Face directory or a "
+            ".gguf file"
+        )
 
 
 def load_llm(args: argparse.Namespace, spec: SpecConfig, engine: EngineConfig) -> Any:
@@ -197,7 +246,7 @@ def phase(what: str) -> Iterator[None]:
 
 
 def dump_json(document: Mapping[str, Any], indent: int | None = None) -> str:
-    """JSON without NaN or Infinity (not JSON), with dataclasses and arrays turned to plain values."""
+    """Strict JSON: no NaN or Infinity; dataclasses and arrays become plain values."""
     return json.dumps(plain(document), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
@@ -225,8 +274,10 @@ def use_colour(stream: Any, forced: bool = False) -> bool:
     return forced or (hasattr(stream, "isatty") and stream.isatty())
 
 
-def run(body: Callable[[argparse.Namespace], int], parser: Parser, argv: Sequence[str] | None) -> int:
-    """Parses, runs, and turns every way a command can end into an exit code and at most one line."""
+def run(
+    body: Callable[[argparse.Namespace], int], parser: Parser, argv: Sequence[str] | None
+) -> int:
+    """Parses, runs, and turns every way a command can end into a code and at most one line."""
     args = parser.parse_args(argv)
     try:
         code = body(args)
@@ -241,12 +292,17 @@ def run(body: Callable[[argparse.Namespace], int], parser: Parser, argv: Sequenc
         say("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader (head, less) has gone. Python would complain once more when it flushes stdout at exit.
+        # The reader (head, less) has gone. Python would complain once more when it flushes stdout
+        # at exit.
         with contextlib.suppress(Exception):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception as error:  # a bug or a machine limit (memory): still one line, unless asked for more
+    except Exception as error:
+        # A bug or a limit of the machine (memory): still one line, unless asked for more.
         if args.debug:
             raise
-        say(f"error: {type(error).__name__}: {' '.join(str(error).split())[:300]}; --debug shows the traceback")
+        say(
+            f"error: {type(error).__name__}: {' '.join(str(error).split())[:300]}; --debug "
+            "shows the traceback"
+        )
         return 1

@@ -1,8 +1,9 @@
-"""Why is a draft head hardly ever accepted? Checks its configuration, then tries each suspect the other way round.
+"""Why is a draft head hardly ever accepted? Checks it, then tries each suspect the other way round.
 
-A head that is loaded with one wrong setting still runs and still gives the right tokens: it only never pays. So
-each setting is (1) compared with what the target says and with the published defaults, and (2) flipped in a copy
-of the head's config.json while everything else stays, and a short generation shows which version is accepted more.
+A head that is loaded with one wrong setting still runs and still gives the right tokens: it only
+never pays. So each setting is (1) compared with what the target says and with the published
+defaults, and (2) flipped in a copy of the head's config.json while everything else stays, and a
+short generation shows which version is accepted more.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,15 @@ from jetspec_jax.drafter.checkpoint import default_layer_ids
 from jetspec_jax.errors import ConfigError, JetSpecError
 from jetspec_jax.stats import SpecStats, pooled
 from serve import cli
+from serve.doctor_checks import (
+    BAD,
+    OK,
+    Finding,
+    check_config,
+    check_files,
+    check_template,
+    read_config,
+)
 from serve.render import number, percent
 
 PROBES = (
@@ -31,17 +41,6 @@ PROBES = (
 PROBE_TOKENS = 40
 NEAR_ZERO = 0.10  # accepted tokens per round below which a head does nothing
 CHAIN = SpecConfig(mode="chain", drafter="head", builder="chain")
-NEEDED = ("fc.weight", "hidden_norm.weight", "norm.weight")
-OK, WARN, BAD = "ok", "warning", "WRONG"
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One line of the diagnosis."""
-
-    check: str
-    verdict: str  # OK | WARN | BAD
-    detail: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,80 +50,6 @@ class Suspect:
     name: str
     change: Callable[[dict[str, Any]], None]
     remedy: str
-
-
-def check_config(draft: DraftConfig, model: ModelConfig) -> list[Finding]:
-    """Compares a head's configuration with the target's and with the published defaults."""
-    ids, layers = draft.target_layer_ids, model.num_layers
-    findings = []
-
-    def add(check: str, fine: bool, good: str, bad: str, verdict: str = BAD) -> None:
-        findings.append(Finding(check, OK if fine else verdict, good if fine else bad))
-
-    outside = [i for i in ids if not 0 <= i < layers]
-    add("layer ids in range", not outside, f"{list(ids)} of {layers} layers", f"{outside} outside 0..{layers - 1}")
-    usual = default_layer_ids(len(ids), layers)
-    add("layer ids usual", tuple(ids) == usual, f"{list(ids)}", f"{list(ids)}; the default formula gives {list(usual)}", WARN)
-    add("target depth", draft.num_target_layers == layers, f"{layers} layers",
-        f"the head was made for {draft.num_target_layers} target layers, the target has {layers}")  # fmt: skip
-    add("target width", draft.target_hidden_size == model.hidden_size, f"{model.hidden_size}",
-        f"the head reads width {draft.target_hidden_size}, the target has {model.hidden_size}")  # fmt: skip
-    add("vocabulary", draft.vocab_size == model.vocab_size, f"{model.vocab_size} tokens",
-        f"the head was made for {draft.vocab_size} tokens, the target has {model.vocab_size}")  # fmt: skip
-    mask = draft.mask_token_id
-    alias = "the end-of-text token" if mask in model.eos_ids else "the padding token" if mask == model.pad_id else None
-    inside = 0 <= mask < model.vocab_size
-    add("mask token", inside and alias is None, f"id {mask}",
-        f"id {mask} is {alias}" if inside else f"id {mask} is outside the vocabulary of {model.vocab_size}")  # fmt: skip
-    add("rope", draft.rope == model.rope, f"{model.rope.kind}, theta {model.rope.theta:g}, as the target",
-        f"the head has {draft.rope}, the target {model.rope}", WARN)  # fmt: skip
-    return findings
-
-
-def check_files(folder: Path) -> list[Finding]:
-    """Looks at the head's own files: config.json flags and the norms that are easily lost in conversion."""
-    config = read_config(folder)
-    inner = config.get("dflash_config") or {}
-    flags = {name: where[name] for where in (inner, config) for name in ("causal_head", "causal") if name in where}
-    findings = []
-    if not flags:
-        findings.append(Finding("causal flag", WARN, "neither causal_head nor causal is in config.json; a guess is used"))
-    elif len({bool(v) for v in flags.values()}) > 1:
-        findings.append(Finding("causal flag", BAD, f"two names contradict each other: {flags}"))
-    else:
-        findings.append(Finding("causal flag", OK, f"{flags}"))
-    names = tensor_names(folder)
-    missing = [name for name in NEEDED if name not in names]
-    verdict = Finding("fuse and final norms", OK, ", ".join(NEEDED))
-    if missing:
-        verdict = Finding("fuse and final norms", BAD, f"{', '.join(missing)} missing from the checkpoint")
-    return [*findings, verdict]
-
-
-def check_template(tokenizer: Any, kwargs: Mapping[str, Any]) -> Finding:
-    """A head learned answers in the target's chat format; without a template it sees other text."""
-    try:
-        ids = tokenizer.chat([{"role": "user", "content": "Hello"}], add_generation_prompt=True, **kwargs)
-    except JetSpecError as error:
-        return Finding("chat template", BAD, str(error))
-    return Finding("chat template", OK, f"known, {len(ids)} tokens for a one-word message")
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    try:
-        return cli.parse_json_object((folder / "config.json").read_text(encoding="utf-8"), str(folder / "config.json"))
-    except OSError as error:
-        raise ConfigError(f"{folder / 'config.json'}: {error.strerror}; --doctor needs a draft head directory") from error
-
-
-def tensor_names(folder: Path) -> set[str]:
-    """Names in the safetensors headers (the first 8 bytes give the length of a JSON header)."""
-    names: set[str] = set()
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        names |= header.keys() - {"__metadata__"}
-    return names
 
 
 def suspects_of(draft: DraftConfig, model: ModelConfig) -> list[Suspect]:
@@ -147,23 +72,52 @@ def suspects_of(draft: DraftConfig, model: ModelConfig) -> list[Suspect]:
 
     ids, layers = draft.target_layer_ids, model.num_layers
     found = [
-        Suspect(f"causal={not draft.causal}", put("causal_head", not draft.causal), "set causal_head and causal in config.json"),
-        Suspect(f"draft_shift={not draft.draft_shift}", put("draft_shift", not draft.draft_shift), "set draft_shift in config.json"),
+        Suspect(
+            f"causal={not draft.causal}",
+            put("causal_head", not draft.causal),
+            "set causal_head and causal in config.json",
+        ),
+        Suspect(
+            f"draft_shift={not draft.draft_shift}",
+            put("draft_shift", not draft.draft_shift),
+            "set draft_shift in config.json",
+        ),
     ]
     usual = default_layer_ids(len(ids), layers)
-    options = {usual: "the default formula", tuple(i + 1 for i in ids): "one later", tuple(i - 1 for i in ids): "one earlier"}
+    options = {
+        usual: "the default formula",
+        tuple(i + 1 for i in ids): "one later",
+        tuple(i - 1 for i in ids): "one earlier",
+    }
     for other, why in options.items():
-        if other != tuple(ids) and all(0 <= i < layers for i in other) and len(set(other)) == len(other):
+        if (
+            other != tuple(ids)
+            and all(0 <= i < layers for i in other)
+            and len(set(other)) == len(other)
+        ):
             remedy = "set dflash_config.target_layer_ids in config.json"
-            found.append(Suspect(f"target_layer_ids={list(other)} ({why})", put("target_layer_ids", list(other)), remedy))
+            found.append(
+                Suspect(
+                    f"target_layer_ids={list(other)} ({why})",
+                    put("target_layer_ids", list(other)),
+                    remedy,
+                )
+            )
     if draft.rope != model.rope and model.rope.kind == "default":
-        found.append(Suspect(f"rope theta {model.rope.theta:g} (the target's)", rope, "set rope_theta in config.json"))
+        found.append(
+            Suspect(
+                f"rope theta {model.rope.theta:g} (the target's)",
+                rope,
+                "set rope_theta in config.json",
+            )
+        )
     return found
 
 
 @contextlib.contextmanager
 def varied_head(folder: Path, change: Callable[[dict[str, Any]], None]) -> Iterator[Path]:
-    """A temporary copy of a head's directory with another config.json; the weights are linked, not copied."""
+    """A temporary copy of a head's directory with another config.json; the weights are linked, not
+    copied."""
     config = read_config(folder)
     change(config)
     with tempfile.TemporaryDirectory(prefix="jetspec-doctor-") as name:
@@ -180,7 +134,10 @@ def probe(llm: Any, kwargs: Mapping[str, Any], chat: bool = True) -> SpecStats:
     sampling = SamplingParams(max_tokens=PROBE_TOKENS)
     if chat:
         talks = [[{"role": "user", "content": text}] for text in PROBES]
-        results = [llm.chat([talk], sampling, template_kwargs=dict(kwargs) or None, spec=CHAIN)[0] for talk in talks]
+        results = [
+            llm.chat([talk], sampling, template_kwargs=dict(kwargs) or None, spec=CHAIN)[0]
+            for talk in talks
+        ]
     else:
         results = [llm.generate([text], sampling, spec=CHAIN)[0] for text in PROBES]
     return pooled(result.spec for result in results)
@@ -192,12 +149,16 @@ def per_round(stats: SpecStats) -> float:
 
 
 def clearly_better(other: SpecStats, base: SpecStats) -> bool:
-    """Half as much again and at least 0.15 tokens a round more: above what another 120 tokens would show by chance."""
+    """Half as much again and at least 0.15 tokens a round more: above what another 120 tokens would
+    show by chance."""
     return per_round(other) > 1.5 * per_round(base) and per_round(other) > per_round(base) + 0.15
 
 
 def diagnose(
-    open_llm: Callable[[Path], Any], folder: Path, kwargs: Mapping[str, Any], tell: Callable[[Finding], None]
+    open_llm: Callable[[Path], Any],
+    folder: Path,
+    kwargs: Mapping[str, Any],
+    tell: Callable[[Finding], None],
 ) -> list[Finding]:
     """All findings, told one by one as they are made.
 
@@ -234,7 +195,14 @@ def diagnose(
         raw = probe(llm, kwargs, chat=False)
         if clearly_better(raw, base):
             blamed = True
-            add(Finding("template off", BAD, f"tau {number(raw.tau)} on raw text: the head was not trained with this template"))
+            add(
+                Finding(
+                    "template off",
+                    BAD,
+                    f"tau {number(raw.tau)} on raw text: the head was not trained with this "
+                    "template",
+                )
+            )
     del llm  # its weights, before the next engine is built
     for suspect in suspects_of(draft, model):
         try:
@@ -245,11 +213,30 @@ def diagnose(
             continue
         if clearly_better(other, base):
             blamed = True
-            add(Finding(suspect.name, BAD, f"tau {number(other.tau)} instead of {number(base.tau)}: {suspect.remedy}"))
+            add(
+                Finding(
+                    suspect.name,
+                    BAD,
+                    f"tau {number(other.tau)} instead of {number(base.tau)}: {suspect.remedy}",
+                )
+            )
         else:
-            add(Finding(suspect.name, OK, f"tau {number(other.tau)}: the setting as it is fits better or as well"))
+            add(
+                Finding(
+                    suspect.name,
+                    OK,
+                    f"tau {number(other.tau)}: the setting as it is fits better or as well",
+                )
+            )
     if dead and not blamed:
-        add(Finding("weights", BAD, "no single setting explains it; the head belongs to other target weights or is untrained"))
+        add(
+            Finding(
+                "weights",
+                BAD,
+                "no single setting explains it; the head belongs to other target weights or "
+                "is untrained",
+            )
+        )
     return findings
 
 
@@ -286,5 +273,7 @@ def head_folder(args: argparse.Namespace) -> Path:
 
         folder = Path(bundled_draft_path())
     if not folder.is_dir():
-        raise ConfigError(f"--doctor: {folder} is not a directory; give the draft head's directory with --draft")
+        raise ConfigError(
+            f"--doctor: {folder} is not a directory; give the draft head's directory with --draft"
+        )
     return folder

@@ -32,7 +32,8 @@ def cores() -> int:
 
 
 def device() -> str:
-    """The accelerator jax computes on, "" for a CPU. Call it only after the engine is up: it starts jax."""
+    """The accelerator jax computes on, "" for a CPU. Call it only after the engine is up: it starts
+    jax."""
     import jax  # heavy
 
     first = jax.devices()[0]
@@ -57,9 +58,16 @@ def versions() -> dict[str, str]:
 
 
 def git_revision() -> str | None:
-    """Commit of the checkout this file lies in, "+changes" when it is not clean; None outside a checkout."""
+    """Commit of the checkout this file lies in, "+changes" when it is not clean; None outside a
+    checkout."""
     root = str(Path(__file__).resolve().parent)
-    ask: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 5, "check": True, "cwd": root}
+    ask: dict[str, Any] = {
+        "capture_output": True,
+        "text": True,
+        "timeout": 5,
+        "check": True,
+        "cwd": root,
+    }
     try:
         revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], **ask).stdout.strip()
         dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], **ask).stdout.strip()

@@ -1,8 +1,9 @@
 """Paired measurement of plain and speculative decoding on one engine, and the arithmetic over it.
 
-Every prompt is decoded plainly and with each variant back to back, in an order that alternates (A B, then B A), so
-that a machine that slows down or warms up favours nobody. Compilation happens before (warm-up), and what still
-falls into a run is subtracted by the engine and reported apart. Speed-up is about decoding: prefill is apart, too.
+Every prompt is decoded plainly and with each variant back to back, in an order that alternates (A
+B, then B A), so that a machine that slows down or warms up favours nobody. Compilation happens
+before (warm-up), and what still falls into a run is subtracted by the engine and reported apart.
+Speed-up is about decoding: prefill is apart, too.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def measure(
         batch: prompts per engine call.
         repeat: times every run is made; times are medians, tokens must agree in all of them.
         template_kwargs: for the chat template.
-        first_group: number of the first batch (callers that measure a suite bit by bit keep the order alternating).
+        first_group: number of the first batch, so that a suite measured bit by bit still
+            alternates.
         done: called with the number of prompts finished since the last call.
 
     Returns:
@@ -113,14 +115,16 @@ def measure(
             order = list(configs) if (group + turn) % 2 == 0 else list(configs)[::-1]
             for label in order:
                 spec = configs[label]
-                runs[label].append(llm.chat(chats, sampling, template_kwargs=template_kwargs, spec=spec))
+                runs[label].append(
+                    llm.chat(chats, sampling, template_kwargs=template_kwargs, spec=spec)
+                )
         for index, prompt in enumerate(members):
             made = {label: _sample(turns, index) for label, turns in runs.items()}
             plain = made.pop(PLAIN)
             # Any repeat that disagrees counts as a difference, not only the first.
             reference = runs[PLAIN][0][index].token_ids
             differs = {
-                label: next((d for turn in turns if (d := first_difference(reference, turn[index].token_ids)) is not None), None)
+                label: _any_difference(reference, [turn[index].token_ids for turn in turns])
                 for label, turns in runs.items()
             }
             unstable = differs.pop(PLAIN)
@@ -129,6 +133,11 @@ def measure(
             rows.append(Row(suite, prompt.id, group, count, plain, made, differs))
         done(len(members))
     return rows
+
+
+def _any_difference(reference: Sequence[int], others: Sequence[Sequence[int]]) -> int | None:
+    found = (first_difference(reference, other) for other in others)
+    return next((index for index in found if index is not None), None)
 
 
 def _sample(turns: Sequence[Sequence[Any]], index: int) -> Sample:
@@ -146,8 +155,11 @@ def _sample(turns: Sequence[Sequence[Any]], index: int) -> Sample:
     )
 
 
-def bootstrap(plain: Sequence[float], spec: Sequence[float], draws: int = BOOTSTRAP_DRAWS) -> tuple[float, float] | None:
-    """95% interval of sum(plain) / sum(spec) over resampled prompts (percentile bootstrap, fixed seed).
+def bootstrap(
+    plain: Sequence[float], spec: Sequence[float], draws: int = BOOTSTRAP_DRAWS
+) -> tuple[float, float] | None:
+    """95% interval of sum(plain) / sum(spec) over resampled prompts (percentile bootstrap, fixed
+    seed).
 
     None for fewer than two prompts: one prompt says nothing about the spread.
     """
@@ -162,9 +174,13 @@ def bootstrap(plain: Sequence[float], spec: Sequence[float], draws: int = BOOTST
 
 
 def summarise(rows: Sequence[Row], variant: str) -> dict[str, Any]:
-    """One suite's result for one variant. Keys are the schema of results.json (serve.bench's docstring)."""
-    # Prompts of one batch share the clock: the batch, not the prompt, is the unit that is timed and resampled.
-    groups = {row.group: (row.plain.group_decode_s, row.variants[variant].group_decode_s) for row in rows}
+    """One suite's result for one variant. Keys are the schema of results.json (serve.bench's
+    docstring)."""
+    # Prompts of one batch share the clock: the batch, not the prompt, is the unit that is timed and
+    # resampled.
+    groups = {
+        row.group: (row.plain.group_decode_s, row.variants[variant].group_decode_s) for row in rows
+    }
     plain_s = [pair[0] for pair in groups.values()]
     spec_s = [pair[1] for pair in groups.values()]
     stats = pooled(row.variants[variant].stats for row in rows)
@@ -186,7 +202,9 @@ def summarise(rows: Sequence[Row], variant: str) -> dict[str, Any]:
         "tau_max": max(taus, default=None),
         "identical": odd is None,
         "identical_share": len(identical) / len(rows),
-        "first_different": None if odd is None else {"id": odd.id, "token": odd.first_difference[variant]},
+        "first_different": None
+        if odd is None
+        else {"id": odd.id, "token": odd.first_difference[variant]},
         "acceptance": list(stats.acceptance_per_depth or ()),
         "accepted_hist": list(stats.accepted_hist),
         "rounds": stats.rounds,

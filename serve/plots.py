@@ -1,4 +1,5 @@
-"""SVG plots of a benchmark, sized to be read in a README. Pure: data in, file out; no display, no global state."""
+"""SVG plots of a benchmark, sized to be read in a README. Pure: data in, file out; no display, no
+global state."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ STYLE = {
     "grid.color": LIGHT,
     "svg.hashsalt": "jetspec",  # same data, same file
 }
-PRETTY = {"humaneval": "HumanEval", "mtbench": "MT-Bench", "gsm8k": "GSM8K", "math500": "MATH-500", "mbpp": "MBPP"}
+PRETTY = {
+    "humaneval": "HumanEval",
+    "mtbench": "MT-Bench",
+    "gsm8k": "GSM8K",
+    "math500": "MATH-500",
+    "mbpp": "MBPP",
+}
 
 
 def pretty(name: str) -> str:
@@ -82,15 +89,20 @@ def write_plots(
     return paths
 
 
-def _figure(title: str, facts: str, rows: float, panels: int = 1, gap: float = 0.0) -> tuple[Figure, list[Axes]]:
+def _figure(
+    title: str, facts: str, rows: float, panels: int = 1, gap: float = 0.0
+) -> tuple[Figure, list[Axes]]:
     """A figure with a left-aligned title and the facts under it.
 
-    `rows` is the height of the plot area in inches, `gap` the room above it for panel titles or a legend.
+    `rows` is the height of the plot area in inches, `gap` the room above it for panel titles or a
+    legend.
     """
     height = rows + gap + 1.45
     figure = Figure(figsize=(8.0, height))
     axes = figure.subplots(1, panels, squeeze=False)[0]
-    figure.subplots_adjust(left=0.15, right=0.95, top=1 - (0.85 + gap) / height, bottom=0.6 / height, wspace=0.28)
+    figure.subplots_adjust(
+        left=0.15, right=0.95, top=1 - (0.85 + gap) / height, bottom=0.6 / height, wspace=0.28
+    )
     figure.text(0.02, 1 - 0.17 / height, title, fontsize=14, fontweight="bold", va="top")
     figure.text(0.02, 1 - 0.48 / height, facts, fontsize=8.5, color=GREY, va="top")
     return figure, list(axes)
@@ -130,8 +142,16 @@ def _tau(suites: Mapping[str, Mapping[str, Any]], facts: str) -> Figure:
     _bars(axis, list(suites), values, GREEN)
     tops = [max(s["tau"], s["tau_max"]) for s in suites.values()]
     for row, s in enumerate(suites.values()):
-        axis.plot([s["tau_min"], s["tau_max"]], [row, row], color=INK, linewidth=1.6, solid_capstyle="butt")
-        axis.text(tops[row] + 0.015 * max(tops), row, f"{values[row]:.2f}", va="center", fontweight="bold")
+        axis.plot(
+            [s["tau_min"], s["tau_max"]],
+            [row, row],
+            color=INK,
+            linewidth=1.6,
+            solid_capstyle="butt",
+        )
+        axis.text(
+            tops[row] + 0.015 * max(tops), row, f"{values[row]:.2f}", va="center", fontweight="bold"
+        )
     axis.axvline(1, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
     axis.set_xlim(0, max(tops) * 1.12)
     axis.set_xlabel("pooled over rounds; dashed: plain decoding; line: lowest to highest prompt")
@@ -146,7 +166,15 @@ def _acceptance(suites: Mapping[str, Mapping[str, Any]], facts: str) -> Figure:
         if points:
             xs, ys = zip(*points, strict=True)
             deepest = max(deepest, xs[-1])
-            axis.plot(xs, [100 * y for y in ys], color=colour, linewidth=2.2, marker="o", markersize=5, label=pretty(name))
+            axis.plot(
+                xs,
+                [100 * y for y in ys],
+                color=colour,
+                linewidth=2.2,
+                marker="o",
+                markersize=5,
+                label=pretty(name),
+            )
     axis.set_xlim(0.8, deepest + 0.2)
     axis.set_ylim(0, 100)
     axis.set_yticks([0, 25, 50, 75, 100], ["0", "25%", "50%", "75%", "100%"])
@@ -161,12 +189,20 @@ def _accepted(suites: Mapping[str, Mapping[str, Any]], facts: str) -> Figure:
     figure, (axis,) = _figure("Accepted tokens per round", facts, 2.9)
     wide = 0.8 / len(suites)
     top = 0
-    for index, ((name, summary), colour) in enumerate(zip(suites.items(), _colours(len(suites)), strict=True)):
+    for index, ((name, summary), colour) in enumerate(
+        zip(suites.items(), _colours(len(suites)), strict=True)
+    ):
         hist = summary["accepted_hist"]
         last = max((j for j, n in enumerate(hist) if n), default=0)
         top = max(top, last)
         share = [100 * n / summary["rounds"] for n in hist[: last + 1]]
-        axis.bar([j - 0.4 + wide * (index + 0.5) for j in range(last + 1)], share, wide, color=colour, label=pretty(name))
+        axis.bar(
+            [j - 0.4 + wide * (index + 0.5) for j in range(last + 1)],
+            share,
+            wide,
+            color=colour,
+            label=pretty(name),
+        )
     axis.set_xticks(range(top + 1))
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0f}%")
     axis.grid(axis="y", linewidth=0.8)
@@ -182,31 +218,53 @@ def _phases(phases: Mapping[str, Mapping[str, float]], facts: str) -> Figure:
     left = [0.0] * len(phases)
     for phase in order:
         widths = [row.get(phase, 0.0) for row in phases.values()]
-        axis.barh(range(len(phases)), widths, left=left, height=0.55, color=colours[phase], label=phase)
+        axis.barh(
+            range(len(phases)), widths, left=left, height=0.55, color=colours[phase], label=phase
+        )
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for row, total in enumerate(left):
-        axis.text(total + 0.01 * max(left), row, f"{total:.0f} ms" if total >= 10 else f"{total:.2f} ms", va="center")
+        axis.text(
+            total + 0.01 * max(left),
+            row,
+            f"{total:.0f} ms" if total >= 10 else f"{total:.2f} ms",
+            va="center",
+        )
     axis.set_yticks(range(len(phases)), [pretty(n) for n in phases])
     axis.invert_yaxis()
     axis.spines["left"].set_visible(False)
     axis.set_xlim(0, max(left) * 1.13)
     axis.grid(axis="x", linewidth=0.8)
     axis.set_xlabel("milliseconds per plain step, and per speculative round")
-    axis.legend(frameon=False, ncols=len(order), loc="lower left", bbox_to_anchor=(0, 1.0), borderaxespad=0)
+    axis.legend(
+        frameon=False, ncols=len(order), loc="lower left", bbox_to_anchor=(0, 1.0), borderaxespad=0
+    )
     return figure
 
 
 def _sweep(sweep: Mapping[str, Mapping[int, Mapping[str, Any]]], facts: str) -> Figure:
-    figure, (left, right) = _figure("Tree budget: what a larger tree buys", facts, 2.9, panels=2, gap=0.3)
+    figure, (left, right) = _figure(
+        "Tree budget: what a larger tree buys", facts, 2.9, panels=2, gap=0.3
+    )
     figure.subplots_adjust(left=0.08)
     for (name, budgets), colour in zip(sweep.items(), _colours(len(sweep)), strict=True):
         for axis, key in ((left, "tau"), (right, "speedup")):
             points = sorted((int(b), s[key]) for b, s in budgets.items() if s[key] is not None)
             if points:
                 xs, ys = zip(*points, strict=True)
-                axis.plot(xs, ys, color=colour, linewidth=2.2, marker="o", markersize=5, label=pretty(name))
+                axis.plot(
+                    xs,
+                    ys,
+                    color=colour,
+                    linewidth=2.2,
+                    marker="o",
+                    markersize=5,
+                    label=pretty(name),
+                )
     ticks = sorted({int(b) for budgets in sweep.values() for b in budgets})
-    for axis, title in ((left, "tokens per verification (τ)"), (right, "speed-up over plain decoding")):
+    for axis, title in (
+        (left, "tokens per verification (τ)"),
+        (right, "speed-up over plain decoding"),
+    ):
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, [str(b) for b in ticks])
         axis.minorticks_off()

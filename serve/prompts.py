@@ -1,4 +1,5 @@
-"""Prompts from the command line, JSON lines files and stdin, checked before anything heavy is loaded."""
+"""Prompts from the command line, JSON lines files and stdin, checked before anything heavy is
+loaded."""
 
 from __future__ import annotations
 
@@ -25,17 +26,24 @@ class Request:
     prompt: str | None = None
     messages: tuple[Message, ...] | None = None
     id: Any = None
-    sampling: tuple[tuple[str, Any], ...] = ()  # SamplingParams fields that the line sets for itself
+    sampling: tuple[
+        tuple[str, Any], ...
+    ] = ()  # SamplingParams fields that the line sets for itself
 
     def sampling_params(self, base: SamplingParams) -> SamplingParams:
-        """`base` with the line's own values; an impossible value is an error that names the line."""
+        """`base` with the line's own values; an impossible value is an error that names the
+        line."""
         try:
             return dataclasses.replace(base, **dict(self.sampling))
         except (ConfigError, TypeError) as error:
             raise InputError(f"{self.where}: {error}") from error
 
     def as_messages(self) -> list[Message]:
-        return [{"role": "user", "content": self.prompt}] if self.messages is None else list(self.messages)
+        return (
+            [{"role": "user", "content": self.prompt}]
+            if self.messages is None
+            else list(self.messages)
+        )
 
 
 def check_text(text: Any, where: str) -> str:
@@ -50,12 +58,17 @@ def check_text(text: Any, where: str) -> str:
 def check_messages(messages: Any, where: str) -> tuple[Message, ...]:
     """Raises InputError unless `messages` is a non-empty list of {"role", "content"}."""
     if not isinstance(messages, list) or not messages:
-        raise InputError(f'{where}: "messages" must be a non-empty list of {{"role", "content"}} objects')
+        raise InputError(
+            f'{where}: "messages" must be a non-empty list of {{"role", "content"}} objects'
+        )
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
             raise InputError(f'{where}: messages[{number}] needs "role" and a text "content"')
         if message.get("role") not in ROLES:
-            raise InputError(f"{where}: messages[{number}] role {message.get('role')!r} is not one of {', '.join(ROLES)}")
+            raise InputError(
+                f"{where}: messages[{number}] role {message.get('role')!r} is not one of "
+                f"{', '.join(ROLES)}"
+            )
     check_text(messages[-1]["content"], where)
     return tuple(messages)
 
@@ -63,8 +76,8 @@ def check_messages(messages: Any, where: str) -> tuple[Message, ...]:
 def parse_lines(lines: Iterable[str], name: str) -> list[Request]:
     """One {"prompt": ...} or {"messages": [...]} object per line; blank lines are skipped.
 
-    A line may carry an "id" and any field of `SamplingParams` ("seed", "max_tokens", ...); other keys are data
-    columns of somebody else's file and are left alone.
+    A line may carry an "id" and any field of `SamplingParams` ("seed", "max_tokens", ...); other
+    keys are data columns of somebody else's file and are left alone.
     """
     requests = []
     for number, line in enumerate(lines, 1):
@@ -74,15 +87,23 @@ def parse_lines(lines: Iterable[str], name: str) -> list[Request]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise InputError(f"{where}: not valid JSON ({error.msg}, column {error.colno})") from error
+            raise InputError(
+                f"{where}: not valid JSON ({error.msg}, column {error.colno})"
+            ) from error
         if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
             raise InputError(f'{where}: needs exactly one of "prompt" and "messages"')
-        own = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in row.items() if k in SAMPLING_KEYS)
+        own = tuple(
+            (k, tuple(v) if isinstance(v, list) else v)
+            for k, v in row.items()
+            if k in SAMPLING_KEYS
+        )
         common: dict[str, Any] = {"id": row.get("id"), "sampling": own}
         if "prompt" in row:
             requests.append(Request(where, prompt=check_text(row["prompt"], where), **common))
         else:
-            requests.append(Request(where, messages=check_messages(row["messages"], where), **common))
+            requests.append(
+                Request(where, messages=check_messages(row["messages"], where), **common)
+            )
     if not requests:
         raise InputError(f'{name}: no prompts; write one {{"prompt": "..."}} per line')
     return requests
@@ -95,7 +116,11 @@ def read_prompts(path: str) -> list[Request]:
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise InputError(f"--prompts {path}: {error.strerror}; give a readable JSON lines file or -") from error
+        raise InputError(
+            f"--prompts {path}: {error.strerror}; give a readable JSON lines file or -"
+        ) from error
     except UnicodeDecodeError as error:
-        raise InputError(f"--prompts {path}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from error
+        raise InputError(
+            f"--prompts {path}: not UTF-8 text (byte {error.start}); save the file as UTF-8"
+        ) from error
     return parse_lines(text.split("\n"), path)  # not splitlines: U+2028 may stand inside JSON text

@@ -1,4 +1,5 @@
-"""Text for people: accepted tokens in colour, a round's tree, statistics tables. No jax, no numpy needed."""
+"""Text for people: accepted tokens in colour, a round's tree, statistics tables. No jax, no numpy
+needed."""
 
 from __future__ import annotations
 
@@ -18,10 +19,11 @@ def paint(text: str, code: str, colour: bool) -> str:
 class AcceptedPainter:
     """Colours the characters that came from drafted-and-accepted tokens in a stream of text.
 
-    The engine's text is the authority (it holds back incomplete characters and possible stop strings), but a chunk
-    of it mixes several tokens. `decode_piece` (an IncrementalDecoder step) gives each token's own characters; the
-    two streams hold the same characters, so they are matched one by one. A mismatch switches the colour off for the
-    rest of the answer and never changes the text.
+    The engine's text is the authority (it holds back incomplete characters and possible stop
+    strings), but a chunk of it mixes several tokens. `decode_piece` (an IncrementalDecoder step)
+    gives each token's own characters; the two streams hold the same characters, so they are matched
+    one by one. A mismatch switches the colour off for the rest of the answer and never changes the
+    text.
 
     Args:
         decode_piece: token id -> text that became complete with this token.
@@ -84,7 +86,8 @@ def view_of(trace: Any) -> TreeView:
 
 
 def tree_lines(view: TreeView, piece: Callable[[int], str], colour: bool = False) -> list[str]:
-    """Draws a tree with box characters; accepted nodes carry a check mark, so colour is never needed to read it.
+    """Draws a tree with box characters; accepted nodes carry a check mark, so colour is never
+    needed to read it.
 
     Args:
         view: the tree.
@@ -111,7 +114,9 @@ def tree_lines(view: TreeView, piece: Callable[[int], str], colour: bool = False
         deeper = indent + ("   " if last else "│  ")
         stack.extend((child, deeper, child == below[-1]) for child in reversed(below))
     if view.bonus is not None:
-        lines.append(f"the target's own next token: {paint(repr(piece(view.bonus)), YELLOW, colour)}")
+        lines.append(
+            f"the target's own next token: {paint(repr(piece(view.bonus)), YELLOW, colour)}"
+        )
     return lines
 
 
@@ -135,5 +140,5 @@ def key_values(values: Mapping[str, Any], indent: int = 2) -> list[str]:
             lines.append(" " * indent + f"{key}:")
             lines += key_values(value, indent + 2)
         else:
-            lines.append(" " * indent + f"{str(key):<{width}}  {value}")
+            lines.append(" " * indent + f"{key!s:<{width}}  {value}")
     return lines

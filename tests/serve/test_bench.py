@@ -27,7 +27,9 @@ def test_last_line_is_the_summary(fake: Fake, run: Run) -> None:
     for suite in got.last["suites"].values():
         assert suite["prompts"] == 3 and suite["identical"] is True
         assert suite["speedup"] == pytest.approx(2.0) and suite["tau"] == 4.0
-        assert suite["plain_tok_s"] == pytest.approx(10.0) and suite["spec_tok_s"] == pytest.approx(20.0)
+        assert suite["plain_tok_s"] == pytest.approx(10.0) and suite["spec_tok_s"] == pytest.approx(
+            20.0
+        )
     facts = got.last["facts"]
     for key in ("hardware", "dtype", "batch", "temperature", "budget", "versions", "command"):
         assert facts[key] not in (None, ""), key
@@ -36,7 +38,9 @@ def test_last_line_is_the_summary(fake: Fake, run: Run) -> None:
     assert fake.made[0].calls == ["plain", "spec", "spec", "plain", "plain", "spec"] * 2
 
 
-def test_a_difference_ends_with_exit_code_1(fake: Fake, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_ends_with_exit_code_1(
+    fake: Fake, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(FakeLLM, "differ_at", 5)
     got = run(bench.main, *ARGS)
     assert got.code == 1
@@ -62,14 +66,26 @@ def test_report_files_and_svg_plots(fake: Fake, run: Run, tmp_path: Path) -> Non
     with (out / "per_prompt.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * 3 * 3  # suites x prompts x (spec, two budgets)
-    assert {r["variant"] for r in rows} == {"spec", "budget 4", "budget 8"} and {r["identical"] for r in rows} == {"True"}
+    assert {r["variant"] for r in rows} == {"spec", "budget 4", "budget 8"} and {
+        r["identical"] for r in rows
+    } == {"True"}
     text = (out / "report.md").read_text()
-    for word in ("HumanEval", "GSM8K", "2.00x", "batch 1", "temperature 0", "python -m serve.bench", "speedup.svg"):
+    for word in (
+        "HumanEval",
+        "GSM8K",
+        "2.00x",
+        "batch 1",
+        "temperature 0",
+        "python -m serve.bench",
+        "speedup.svg",
+    ):
         assert word in text
     assert all(f"]({name}.svg)" in text for name in names)
 
 
-def test_ctrl_c_keeps_what_is_measured(fake: Fake, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_what_is_measured(
+    fake: Fake, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(FakeLLM, "interrupt_at", 5)  # in the middle of the third prompt
     got = run(bench.main, *ARGS)
     assert got.code == 130
@@ -85,7 +101,10 @@ def test_variants_fix_the_budget() -> None:
 
 def test_phases_add_up_to_the_round() -> None:
     costs = {"t_plain_s": 0.010, "t_verify_s": {8: 0.020}, "t_draft_s": 0.003}
-    suites = {"s": {"round_ms": 25.0, "nodes_per_round": 8.0}, "half": {"round_ms": 10.0, "nodes_per_round": 4.5}}
+    suites = {
+        "s": {"round_ms": 25.0, "nodes_per_round": 8.0},
+        "half": {"round_ms": 10.0, "nodes_per_round": 4.5},
+    }
     got = phases_of(suites, costs)
     assert got["plain step"] == {"plain step": 10.0}
     assert got["s"] == {"draft": 3.0, "verify": 20.0, "rest": pytest.approx(2.0)}
@@ -108,7 +127,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("argv", "code", "words"), BAD)
-def test_bad_input_is_one_line(fake: Fake, run: Run, argv: list[str], code: int, words: str) -> None:
+def test_bad_input_is_one_line(
+    fake: Fake, run: Run, argv: list[str], code: int, words: str
+) -> None:
     got = run(bench.main, *argv)
     assert got.code == code and words in got.error and got.out == ""
     assert fake.made == []

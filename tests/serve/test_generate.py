@@ -13,7 +13,7 @@ import pytest
 
 from serve import cli, generate
 from tests.serve.conftest import Run
-from tests.serve.fake_llm import FakeLLM, PLAIN_S, SPEC_S
+from tests.serve.fake_llm import PLAIN_S, SPEC_S, FakeLLM
 
 ROOT = Path(__file__).parents[2]
 Fake = type[FakeLLM]
@@ -28,7 +28,9 @@ def test_text_on_stdout_and_the_rest_on_stderr(fake: Fake, run: Run) -> None:
 
 
 def test_json_is_one_document_and_nothing_else(fake: Fake, run: Run) -> None:
-    got = run(generate.main, "what?", "--json", "--compare", "--stats", "--tree", "--max-tokens", "20")
+    got = run(
+        generate.main, "what?", "--json", "--compare", "--stats", "--tree", "--max-tokens", "20"
+    )
     document = got.json
     assert got.code == 0 and document["version"] == 1 and document["interrupted"] is False
     (result,) = document["results"]
@@ -68,7 +70,9 @@ def test_no_chat_sends_the_text_itself(fake: Fake, run: Run) -> None:
 
 
 @pytest.mark.parametrize("extra", [[], ["--json"], ["--jsonl"]])
-def test_compare_fails_on_a_planted_difference(fake: Fake, run: Run, monkeypatch: pytest.MonkeyPatch, extra: list[str]) -> None:
+def test_compare_fails_on_a_planted_difference(
+    fake: Fake, run: Run, monkeypatch: pytest.MonkeyPatch, extra: list[str]
+) -> None:
     monkeypatch.setattr(FakeLLM, "differ_at", 7)
     got = run(generate.main, "what?", "--compare", *extra)
     assert got.code == 1
@@ -80,7 +84,9 @@ def test_compare_fails_on_a_planted_difference(fake: Fake, run: Run, monkeypatch
     assert good.code == 0 and "speed-up 2.00x" in good.err
 
 
-def test_ctrl_c_in_a_stream_prints_partial_statistics(fake: Fake, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_in_a_stream_prints_partial_statistics(
+    fake: Fake, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(FakeLLM, "interrupt_at", 2)
     got = run(generate.main, "what?")
     assert got.code == 130
@@ -88,7 +94,9 @@ def test_ctrl_c_in_a_stream_prints_partial_statistics(fake: Fake, run: Run, monk
     assert "interrupted after 8 tokens, 2 rounds" in got.err
 
 
-def test_ctrl_c_in_many_prompts_keeps_what_is_done(fake: Fake, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_in_many_prompts_keeps_what_is_done(
+    fake: Fake, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "many.jsonl"
     file.write_text('{"prompt": "a"}\n' * 4)
     monkeypatch.setattr(FakeLLM, "interrupt_at", 2)
@@ -121,7 +129,9 @@ def test_plan_prints_and_generates_nothing(fake: Fake, run: Run) -> None:
     assert "budget  4" in run(generate.main, "--plan").out
 
 
-def test_spec_config_from_json_and_file_and_flags_on_top(fake: Fake, run: Run, tmp_path: Path) -> None:
+def test_spec_config_from_json_and_file_and_flags_on_top(
+    fake: Fake, run: Run, tmp_path: Path
+) -> None:
     run(generate.main, "x", "--spec-config", '{"budget": 8, "width": 3}', "--budget", "5")
     assert (fake.made[0].spec.budget, fake.made[0].spec.width) == (5, 3)
     for path in sorted((ROOT / "configs" / "spec").glob("*.toml")):
@@ -162,8 +172,12 @@ BAD_INPUT = [
 ]
 
 
-@pytest.mark.parametrize(("argv", "code", "words"), BAD_INPUT, ids=[str(i) for i in range(len(BAD_INPUT))])
-def test_bad_input_is_one_line_and_an_exit_code(fake: Fake, run: Run, argv: list[str], code: int, words: str) -> None:
+@pytest.mark.parametrize(
+    ("argv", "code", "words"), BAD_INPUT, ids=[str(i) for i in range(len(BAD_INPUT))]
+)
+def test_bad_input_is_one_line_and_an_exit_code(
+    fake: Fake, run: Run, argv: list[str], code: int, words: str
+) -> None:
     got = run(generate.main, *argv)
     assert got.code == code
     assert words in got.error
@@ -178,7 +192,7 @@ BAD_LINES = [
     ('{"prompt": "a", "messages": []}', "line 2: needs exactly one"),
     ('{"prompt": 3}', "line 2: the prompt must be text"),
     ('{"prompt": ""}', "line 2: the prompt is empty"),
-    ('{"messages": []}', "line 2: \"messages\" must be a non-empty list"),
+    ('{"messages": []}', 'line 2: "messages" must be a non-empty list'),
     ('{"messages": [{"role": "user"}]}', "line 2: messages[0] needs"),
     ('{"messages": [{"role": "robot", "content": "a"}]}', "line 2: messages[0] role 'robot'"),
     ('{"prompt": "a", "max_tokens": 0}', "line 2: max_tokens=0"),
@@ -186,7 +200,9 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize(("line", "words"), BAD_LINES)
-def test_bad_lines_name_file_and_line(fake: Fake, run: Run, tmp_path: Path, line: str, words: str) -> None:
+def test_bad_lines_name_file_and_line(
+    fake: Fake, run: Run, tmp_path: Path, line: str, words: str
+) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text('{"prompt": "good"}\n' + line + "\n")
     got = run(generate.main, "--prompts", str(file), "--jsonl")
@@ -195,7 +211,9 @@ def test_bad_lines_name_file_and_line(fake: Fake, run: Run, tmp_path: Path, line
     assert fake.made == []  # found before anything was loaded
 
 
-def test_an_unexpected_error_is_one_line_without_debug(fake: Fake, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_is_one_line_without_debug(
+    fake: Fake, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*args: object, **kwargs: object) -> None:
         raise ValueError("first line\nsecond line")
 
@@ -208,11 +226,18 @@ def test_an_unexpected_error_is_one_line_without_debug(fake: Fake, run: Run, mon
 
 def test_a_closed_pipe_ends_quietly() -> None:
     code = (
-        "import sys, jetspec_jax; from tests.serve.fake_llm import FakeLLM; jetspec_jax.LLM = FakeLLM\n"
+        "import sys, jetspec_jax; from tests.serve.fake_llm import FakeLLM; jetspec_jax.LLM "
+        "= FakeLLM\n"
         "FakeLLM.answer = 'x' * 200_000\n"
         "from serve.generate import main; sys.exit(main(['a', '--max-tokens', '200000']))"
     )
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        text=True,
+    )
     assert child.stdout is not None and child.stderr is not None
     child.stdout.read(10)
     child.stdout.close()
@@ -224,12 +249,20 @@ def test_a_closed_pipe_ends_quietly() -> None:
 
 def test_the_first_line_comes_before_the_heavy_imports() -> None:
     """jax takes over a second to import: importing the command must not do it."""
-    code = "import sys, serve.generate, serve.bench, serve.demo; print([m for m in ('jax', 'numpy', 'matplotlib') if m in sys.modules])"
+    code = (
+        "import sys, serve.generate, serve.bench, serve.demo; print([m for m in ('jax', "
+        "'numpy', 'matplotlib') if m in sys.modules])"
+    )
     start = time.perf_counter()
-    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    got = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     assert got.stdout.strip() == "[]"
     assert time.perf_counter() - start < 5
 
 
 def test_json_has_no_nan() -> None:
-    assert cli.dump_json({"a": float("nan"), "b": [float("inf"), 1.5]}) == '{"a": null, "b": [null, 1.5]}'
+    assert (
+        cli.dump_json({"a": float("nan"), "b": [float("inf"), 1.5]})
+        == '{"a": null, "b": [null, 1.5]}'
+    )

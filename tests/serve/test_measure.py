@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from jetspec_jax.config import SamplingParams, SpecConfig
@@ -13,19 +15,32 @@ from tests.serve.fake_llm import FakeLLM
 NO_ROUNDS = SpecStats()
 
 
-def sample(tokens: int, decode_s: float, stats: SpecStats = NO_ROUNDS, group_s: float | None = None) -> Sample:
+def sample(
+    tokens: int, decode_s: float, stats: SpecStats = NO_ROUNDS, group_s: float | None = None
+) -> Sample:
     ids = tuple(range(tokens))
     return Sample(ids, decode_s, 0.5, 0.25, 0.0, decode_s if group_s is None else group_s, stats)
 
 
 def row(name: str, group: int, plain: Sample, spec: Sample) -> Row:
-    return Row("s", name, group, 7, plain, {"spec": spec}, {"spec": first_difference(plain.token_ids, spec.token_ids)})
+    return Row(
+        "s",
+        name,
+        group,
+        7,
+        plain,
+        {"spec": spec},
+        {"spec": first_difference(plain.token_ids, spec.token_ids)},
+    )
 
 
 def test_summary_of_two_prompts() -> None:
     a = SpecStats(4, (1, 1, 2), (4, 3), 12, 10)  # 5 accepted in 4 rounds
     b = SpecStats(6, (6, 0, 0), (6, 2), 18, 7)  # 0 accepted in 6 rounds
-    rows = [row("a", 0, sample(11, 4.0), sample(11, 1.0, a)), row("b", 1, sample(7, 2.0), sample(7, 2.0, b))]
+    rows = [
+        row("a", 0, sample(11, 4.0), sample(11, 1.0, a)),
+        row("b", 1, sample(7, 2.0), sample(7, 2.0, b)),
+    ]
     got = summarise(rows, "spec")
     assert got["speedup"] == pytest.approx(6.0 / 3.0)
     assert got["speedup_of_medians"] == pytest.approx(3.0 / 1.5)
@@ -38,7 +53,11 @@ def test_summary_of_two_prompts() -> None:
     assert got["plain_tok_s"] == pytest.approx((10 + 6) / 6.0)  # the first token belongs to prefill
     assert got["spec_tok_s"] == pytest.approx(16 / 3.0)
     assert got["round_ms"] == pytest.approx(300.0)
-    assert got["identical"] is True and got["identical_share"] == 1.0 and got["first_different"] is None
+    assert (
+        got["identical"] is True
+        and got["identical_share"] == 1.0
+        and got["first_different"] is None
+    )
 
 
 def test_a_batch_is_timed_once() -> None:
@@ -48,7 +67,9 @@ def test_a_batch_is_timed_once() -> None:
     ]
     got = summarise(rows, "spec")
     assert got["plain_decode_s"] == 4.0 and got["spec_decode_s"] == 2.0
-    assert got["speedup"] == 2.0 and got["speedup_interval"] is None  # one batch says nothing about the spread
+    assert (
+        got["speedup"] == 2.0 and got["speedup_interval"] is None
+    )  # one batch says nothing about the spread
     assert got["tau"] is None and got["round_ms"] is None
 
 
@@ -99,14 +120,16 @@ def test_order_alternates_and_pairs_are_complete() -> None:
 
 def test_batches_and_progress() -> None:
     llm, done = FakeLLM(), []
-    rows = measure(llm, "s", PROMPTS, VARIANTS, SamplingParams(max_tokens=9), batch=2, done=done.append)
+    rows = measure(
+        llm, "s", PROMPTS, VARIANTS, SamplingParams(max_tokens=9), batch=2, done=done.append
+    )
     assert llm.batches == [2, 2, 1, 1] and done == [2, 1]
     assert [r.group for r in rows] == [0, 0, 1]
 
 
 def test_a_difference_in_any_repeat_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     class Flaky(FakeLLM):
-        def generate(self, *args, **kwargs):  # noqa: ANN002, ANN003, ANN202
+        def generate(self, *args: Any, **kwargs: Any) -> list[Any]:
             FakeLLM.differ_at = 3 if len(self.calls) == 2 else None  # the second speculative run
             return super().generate(*args, **kwargs)
 

