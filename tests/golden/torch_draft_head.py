@@ -1,7 +1,8 @@
-"""The published draft head in plain torch, transcribed from the description of it (algorithm.md section 2).
+"""The published draft head in plain torch, transcribed from algorithm.md section 2.
 
-Written without sight of `jetspec_jax/drafter` and as slowly and plainly as possible: one sequence, no caches, the whole
-context projected again in every round, attention as an explicit matrix with an explicit mask. Used by make_goldens.py only.
+Written without sight of `jetspec_jax/drafter`, as slowly and plainly as possible: one sequence, no
+caches, the whole context projected again in every round, attention as an explicit matrix with an
+explicit mask. Used by make_goldens.py only.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 @dataclasses.dataclass
 class Round:
-    """What one round of drafting gives: `ctx` [C-1, H], `hidden` [D, H] after the final norm, `logits` [D, V]."""
+    """One round: `ctx` [C-1, H], `hidden` [D, H] after the final norm, `logits` [D, V]."""
 
     ctx: Tensor
     hidden: Tensor
@@ -71,18 +72,23 @@ def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 class DraftHead:
     """Section 2 as functions over named tensors."""
 
-    def __init__(self, config: dict[str, Any], state: dict[str, Tensor], causal: bool, shift: bool) -> None:
+    def __init__(
+        self, config: dict[str, Any], state: dict[str, Tensor], causal: bool, shift: bool
+    ) -> None:
         self.config, self.state, self.causal, self.shift = config, state, causal, shift
         self.eps = config["rms_norm_eps"]
 
     def fuse(self, taps: Tensor) -> Tensor:
-        """Taps [T, n, H] -> ctx [T, H]: features of the tapped layers side by side, fc, hidden_norm."""
+        """Taps [T, n, H] -> ctx [T, H]: tapped layers side by side, fc, hidden_norm."""
         joined = torch.cat([taps[:, i] for i in range(taps.shape[1])], dim=-1)
         return rms(joined @ self.state["fc.weight"].T, self.state["hidden_norm.weight"], self.eps)
 
-    def layer(self, index: int, hidden: Tensor, ctx: Tensor, ctx_pos: Tensor, block_pos: Tensor) -> Tensor:
+    def layer(
+        self, index: int, hidden: Tensor, ctx: Tensor, ctx_pos: Tensor, block_pos: Tensor
+    ) -> Tensor:
         c, eps = self.config, self.eps
-        w = {k.removeprefix(f"layers.{index}."): v for k, v in self.state.items() if k.startswith(f"layers.{index}.")}
+        prefix = f"layers.{index}."
+        w = {k.removeprefix(prefix): v for k, v in self.state.items() if k.startswith(prefix)}
         heads, groups, h = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
         n_ctx, n_block = ctx.shape[0], hidden.shape[0]
 
@@ -93,7 +99,9 @@ class DraftHead:
         v = (source @ w["self_attn.v_proj.weight"].T).reshape(n_ctx + n_block, groups, h)
         theta = c["rope_theta"]
         q = rotate(rms(q, w["self_attn.q_norm.weight"], eps), block_pos, theta)
-        k = rotate(rms(k, w["self_attn.k_norm.weight"], eps), torch.cat([ctx_pos, block_pos]), theta)
+        k = rotate(
+            rms(k, w["self_attn.k_norm.weight"], eps), torch.cat([ctx_pos, block_pos]), theta
+        )
 
         visible = torch.ones(n_block, n_ctx + n_block, dtype=torch.bool)
         if self.causal:
@@ -112,22 +120,25 @@ class DraftHead:
         return hidden + (gate * torch.sigmoid(gate) * up) @ w["mlp.down_proj.weight"].T
 
     def block(self, embeds: Tensor, ctx: Tensor, anchor_position: int) -> Tensor:
-        """Hidden states [D, H] of the predicting slots after the final norm; embeds [bs, H], ctx [C-1, H]."""
+        """Final-norm states [D, H] of the predicting slots; embeds [bs, H], ctx [C-1, H]."""
         ctx_pos = torch.arange(ctx.shape[0])
         block_pos = anchor_position + torch.arange(embeds.shape[0])
         hidden = embeds
         for i in range(self.config["num_hidden_layers"]):
             hidden = self.layer(i, hidden, ctx, ctx_pos, block_pos)
         hidden = rms(hidden, self.state["norm.weight"], self.eps)
-        # In place: slot k predicts the token at its own position, so the anchor's slot says nothing new.
+        # In place: slot k predicts the token at its own position; the anchor's is known.
         # Shifted: slot k predicts the token after it, so every slot predicts.
         return hidden if self.shift else hidden[1:]
 
 
-def draft_round(head: DraftHead, embed: Tensor, lm_head: Tensor, tokens: Tensor, taps: Tensor, committed: int) -> Round:
+def draft_round(
+    head: DraftHead, embed: Tensor, lm_head: Tensor, tokens: Tensor, taps: Tensor, committed: int
+) -> Round:
     """One round for a sequence of which the first `committed` (C) tokens are known.
 
-    The context is the taps of positions 0 .. C-2; the anchor is token C-1, at position C-1, followed by masks.
+    The context is the taps of positions 0 .. C-2; the anchor is token C-1, at position C-1,
+    followed by masks.
     """
     config = head.config
     ctx = head.fuse(taps[: committed - 1])
