@@ -1,4 +1,4 @@
-"""Chat messages to text under a model's Jinja template, as transformers' `apply_chat_template` does it."""
+"""Chat messages to text, rendered as transformers' `apply_chat_template` does it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import jinja2.meta
+import jinja2.nodes
 import jinja2.sandbox
 
 from jetspec_jax.errors import InputError, ModelFileError
@@ -77,7 +78,8 @@ def plain_messages(messages: Sequence[Message], system: str | None) -> list[dict
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise InputError(
-            f"messages is a {type(messages).__name__}; give a list of {{'role': ..., 'content': ...}}"
+            f"messages is a {type(messages).__name__}; "
+            "give a list of {'role': ..., 'content': ...}"
         )
     if not messages:
         raise InputError("messages is empty; give at least one message with role and content")

@@ -146,7 +146,8 @@ def gguf_backend(meta: Mapping[str, Any], path: Path, special: Mapping[str, str]
     kind, pre = meta["tokenizer.ggml.model"], meta.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2":
         raise ModelFileError(
-            f"{path}: tokenizer.ggml.model={kind!r} is not supported (only byte-level BPE, 'gpt2'); "
+            f"{path}: tokenizer.ggml.model={kind!r} is not supported (only byte-level BPE, "
+            "'gpt2'); "
             "use the model's Hugging Face directory"
         )
     if pre not in PRE_TOKENIZERS:
@@ -167,7 +168,8 @@ def gguf_backend(meta: Mapping[str, Any], path: Path, special: Mapping[str, str]
         inner = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
     except Exception as err:  # the Rust library raises bare Exception
         raise ModelFileError(
-            f"{path}: tokenizer.ggml.merges does not fit tokenizer.ggml.tokens ({first_line(err)}); "
+            f"{path}: tokenizer.ggml.merges does not fit tokenizer.ggml.tokens "
+            f"({first_line(err)}); "
             "convert the model again"
         ) from err
     if pre == "qwen2":

@@ -1,4 +1,4 @@
-"""Checkpoints: Hugging Face safetensors directories and GGUF files, read lazily under one set of names."""
+"""Checkpoints: Hugging Face directories and GGUF files, read lazily under one set of names."""
 
 from jetspec_jax.weights.bundled import bundled_model_path
 from jetspec_jax.weights.gguf import GGUFSource, RawTensor

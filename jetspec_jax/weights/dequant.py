@@ -1,6 +1,6 @@
-"""GGUF blocks to float32, equal to the last bit to `gguf.quants.dequantize` and several times faster.
+"""GGUF blocks to float32, bit for bit as `gguf.quants.dequantize` and several times faster.
 
-Faster because the arithmetic runs in place on the destination, over pieces that stay in the CPU's caches.
+Faster because the arithmetic runs in place on the destination, in pieces that stay in the caches.
 Block layouts: ggml/src/ggml-common.h.
 """
 
@@ -64,7 +64,9 @@ def _q6_k(blocks: np.ndarray, out: np.ndarray) -> None:
     for nibble in range(2):
         for group in range(2):
             bits = (high >> np.uint8(4 * nibble + 2 * group)) & np.uint8(3)
-            view[:, :, nibble, group] = ((low[:, :, group] >> np.uint8(4 * nibble)) & np.uint8(0x0F)) | (bits << np.uint8(4))
+            view[:, :, nibble, group] = (
+                (low[:, :, group] >> np.uint8(4 * nibble)) & np.uint8(0x0F)
+            ) | (bits << np.uint8(4))
     out -= np.float32(32)
     groups = out.reshape(-1, 16, 16)
     groups *= scale[:, :, None]
@@ -88,7 +90,9 @@ def dequantize(blocks: np.ndarray, kind: str, out: np.ndarray | None = None) -> 
     Returns:
         float32 [..., columns] (`out` when given).
     """
-    per_block, block_bytes = (1, {"F32": 4, "F16": 2, "BF16": 2}[kind]) if kind not in _DECODERS else _SIZES[kind]
+    per_block, block_bytes = (
+        (1, {"F32": 4, "F16": 2, "BF16": 2}[kind]) if kind not in _DECODERS else _SIZES[kind]
+    )
     shape = (*blocks.shape[:-1], blocks.shape[-1] // block_bytes * per_block)
     if out is None:
         out = np.empty(shape, np.float32)
@@ -97,7 +101,12 @@ def dequantize(blocks: np.ndarray, kind: str, out: np.ndarray | None = None) -> 
     elif kind == "F16":
         out[...] = blocks.view(np.float16).reshape(shape)
     elif kind == "BF16":
-        np.left_shift(blocks.view(np.uint16).reshape(shape), np.uint32(16), out=out.view(np.uint32), dtype=np.uint32)
+        np.left_shift(
+            blocks.view(np.uint16).reshape(shape),
+            np.uint32(16),
+            out=out.view(np.uint32),
+            dtype=np.uint32,
+        )
     else:
         decode = _DECODERS[kind]
         source = blocks.reshape(-1, block_bytes)

@@ -1,4 +1,4 @@
-"""GGUF models as a `TensorSource`: Hugging Face tensor names and row order, ModelConfig from the metadata."""
+"""GGUF models as a `TensorSource`: Hugging Face names and row order, ModelConfig from metadata."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from jetspec_jax.errors import ModelFileError
 from jetspec_jax.weights.dequant import SUPPORTED, dequantize
 from jetspec_jax.weights.gguf_file import GGUFFile, TensorInfo
 
-FAMILY_OF_ARCHITECTURE = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+FAMILY_OF_ARCHITECTURE = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+}
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -43,7 +48,7 @@ _ROPE_FREQS = "rope_freqs.weight"  # llama 3 scaling, baked to one divisor per f
 
 @dataclasses.dataclass(frozen=True)
 class RawTensor:
-    """A tensor still quantised: `blocks` is uint8 [rows, bytes per row], rows in Hugging Face order."""
+    """A tensor still quantised: `blocks` is uint8 [rows, bytes per row], Hugging Face row order."""
 
     kind: str  # GGUF type name, such as "Q4_1"
     shape: tuple[int, ...]
@@ -52,7 +57,7 @@ class RawTensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where one Hugging Face tensor lies: a GGUF tensor, perhaps one expert of it, perhaps row-permuted."""
+    """Where one Hugging Face tensor lies: a GGUF tensor, or one expert of it."""
 
     info: TensorInfo
     expert: int | None = None
@@ -67,8 +72,8 @@ class GGUFSource:
     """Reads one .gguf file.
 
     Raises:
-        ModelFileError: see `GGUFFile`; also an unknown architecture, an unknown tensor or a quantisation
-            without a dequantiser here.
+        ModelFileError: see `GGUFFile`; also an unknown architecture, an unknown tensor or a
+            quantisation without a dequantiser here.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -101,37 +106,48 @@ class GGUFSource:
         return list(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, [out, in] for projections."""
         return self._place(name).shape
 
+    def dtype(self, name: str) -> np.dtype:
+        """Type of the values that `read` gives (not of the stored blocks; see `raw`)."""
+        self._place(name)
+        return np.dtype(np.float32)
+
     def read(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
-        """Float32 values in Hugging Face row order; written into `out` (C-contiguous float32) when given."""
+        """Float32 values, Hugging Face row order; into `out` (C-contiguous float32) when given."""
         raw = self.raw(name)
         return dequantize(raw.blocks, raw.kind, out)
 
     def raw(self, name: str) -> RawTensor:
-        """The stored blocks of a tensor, rows in Hugging Face order (a view of the file unless permuted)."""
+        """Stored blocks, rows in Hugging Face order (a view of the file unless permuted)."""
         place = self._place(name)
         blocks = self.file.blocks(place.info.name)
         if place.expert is not None:
             blocks = blocks[place.expert]
         if place.permuted_heads:
-            # llama.cpp rotates neighbouring pairs, so its converter interleaves the two halves of every head's
-            # q and k rows; whole rows move, so the blocks inside a row stay as they are.
+            # llama.cpp rotates neighbouring pairs, so its converter interleaves the two halves of
+            # every head's q and k rows. Whole rows move; the blocks inside a row stay as they are.
             rows = blocks.shape[0]
-            split = blocks.reshape(place.permuted_heads, rows // place.permuted_heads // 2, 2, *blocks.shape[1:])
+            split = blocks.reshape(
+                place.permuted_heads, rows // place.permuted_heads // 2, 2, *blocks.shape[1:]
+            )
             blocks = np.ascontiguousarray(split.swapaxes(1, 2)).reshape(blocks.shape)
         return RawTensor(place.info.type_name, place.shape, blocks)
 
     def _place(self, name: str) -> _Place:
         if name not in self._places:
-            raise ModelFileError(f"{self.path}: tensor {name!r} is missing; the file is incomplete, convert the model again")
+            raise ModelFileError(
+                f"{self.path}: tensor {name!r} is missing; the file is incomplete, convert the "
+                "model again"
+            )
         return self._places[name]
 
     def _map(self, info: TensorInfo) -> None:
         if info.type_name not in SUPPORTED:
             raise ModelFileError(
-                f"{self.path}: tensor {info.name!r} is quantised as {info.type_name}, which is not supported; "
-                f"use a file with {', '.join(SUPPORTED)}"
+                f"{self.path}: tensor {info.name!r} is quantised as {info.type_name}, which is not "
+                f"supported; use a file with {', '.join(SUPPORTED)}"
             )
         if info.name in _TOP:
             self._places[_TOP[info.name]] = _Place(info)
@@ -141,21 +157,24 @@ class GGUFSource:
         match = _LAYER_NAME.match(info.name)
         layer, part, kind = match.groups() if match else ("", "", "")
         if part in _LAYER:
-            heads = self._heads(part) if self.architecture == "llama" and part in ("attn_q", "attn_k") else 0
+            permuted = self.architecture == "llama" and part in ("attn_q", "attn_k")
+            heads = self._heads(part) if permuted else 0
             if heads and info.shape[0] % (2 * heads):
                 raise ModelFileError(
-                    f"{self.path}: tensor {info.name!r} of shape {info.shape} does not divide into {heads} heads; "
-                    "convert the model again"
+                    f"{self.path}: tensor {info.name!r} of shape {info.shape} does not divide into "
+                    f"{heads} heads; convert the model again"
                 )
-            self._places[f"model.layers.{layer}.{_LAYER[part]}.{kind}"] = _Place(info, permuted_heads=heads)
+            self._places[f"model.layers.{layer}.{_LAYER[part]}.{kind}"] = _Place(
+                info, permuted_heads=heads
+            )
         elif part in _EXPERTS and kind == "weight" and len(info.shape) == 3:
             for expert in range(info.shape[0]):
                 name = f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERTS[part]}.weight"
                 self._places[name] = _Place(info, expert=expert)
         else:
             raise ModelFileError(
-                f"{self.path}: tensor {info.name!r} is not part of a {self.architecture} model that is supported here; "
-                "convert the model again or use its safetensors directory"
+                f"{self.path}: tensor {info.name!r} is not part of a {self.architecture} model "
+                "that is supported here; convert the model again or use its safetensors directory"
             )
 
     def _heads(self, part: str) -> int:
@@ -165,10 +184,15 @@ class GGUFSource:
     def _required(self, key: str) -> Any:
         value = self.file.metadata.get(key)
         if value is None:
-            raise ModelFileError(f"{self.path}: metadata key {key!r} is missing; convert the model again")
+            raise ModelFileError(
+                f"{self.path}: metadata key {key!r} is missing; convert the model again"
+            )
         if isinstance(value, np.ndarray):
             if len(set(value.tolist())) != 1:
-                raise ModelFileError(f"{self.path}: {key} differs between layers, which is not supported; use another model")
+                raise ModelFileError(
+                    f"{self.path}: {key} differs between layers, which is not supported; use "
+                    "another model"
+                )
             return value.tolist()[0]
         return value
 
@@ -183,21 +207,25 @@ class GGUFSource:
         family = FAMILY_OF_ARCHITECTURE[self.architecture]
         if self._get("attention.sliding_window", 0):
             raise ModelFileError(
-                f"{self.path}: sliding-window attention ({self.architecture}.attention.sliding_window="
-                f"{self._get('attention.sliding_window')}) is not supported; use a model with full attention"
+                f"{self.path}: sliding-window attention "
+                f"({self.architecture}.attention.sliding_window="
+                f"{self._get('attention.sliding_window')}) is not supported; use a model with full "
+                "attention"
             )
         hidden, heads = int(self._need("embedding_length")), int(self._need("attention.head_count"))
         head_dim = int(self._get("attention.key_length", hidden // heads))
         for key in ("attention.value_length", "rope.dimension_count"):
             if int(self._get(key, head_dim)) != head_dim:
                 raise ModelFileError(
-                    f"{self.path}: {self.architecture}.{key}={self._get(key)} differs from the head size {head_dim}, "
-                    "which is not supported; use another model"
+                    f"{self.path}: {self.architecture}.{key}={self._get(key)} differs from the "
+                    f"head size {head_dim}, which is not supported; use another model"
                 )
-        layers = int(self._need("block_count"))
+        layers, ffn = int(self._need("block_count")), "feed_forward_length"
         embedding = self._place("model.embed_tokens.weight").shape
         experts = int(self._get("expert_count", 0))
-        dense = tuple(i for i in range(layers) if f"model.layers.{i}.mlp.gate.weight" not in self._places)
+        dense = tuple(
+            i for i in range(layers) if f"model.layers.{i}.mlp.gate.weight" not in self._places
+        )
         return ModelConfig(
             family=family,
             vocab_size=embedding[0],
@@ -206,7 +234,7 @@ class GGUFSource:
             num_heads=heads,
             num_kv_heads=int(self._get("attention.head_count_kv", heads)),
             head_dim=head_dim,
-            ffn_size=int(self._get("feed_forward_length", 0) if experts else self._need("feed_forward_length")),
+            ffn_size=int(self._get(ffn, 0) if experts else self._need(ffn)),
             max_context=int(self._need("context_length")),
             rms_eps=_short(self._need("attention.layer_norm_rms_epsilon")),
             rope=self._rope(head_dim),
@@ -218,7 +246,8 @@ class GGUFSource:
             num_experts=experts,
             experts_per_token=int(self._need("expert_used_count")) if experts else 0,
             moe_ffn_size=int(self._need("expert_feed_forward_length")) if experts else 0,
-            # llama.cpp always renormalises the chosen experts of this architecture, and stores no flag for it.
+            # llama.cpp always renormalises the chosen experts of this architecture, and stores no
+            # flag for it.
             norm_topk_prob=bool(experts),
             dense_layers=dense if experts else (),
             eos_ids=self.eos_ids(),
@@ -232,7 +261,7 @@ class GGUFSource:
         return None if value is None else int(value)
 
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a generation: end of sequence, of turn, of message, as far as the file names them."""
+        """Ids that end a generation: end of sequence, of turn, of message, where there are such."""
         found = [self._token_id(role) for role in ("eos", "eot", "eom")]
         return tuple(dict.fromkeys(i for i in found if i is not None))
 
@@ -243,14 +272,20 @@ class GGUFSource:
         if _ROPE_FREQS in self.file.tensors:
             if kind not in ("none", "llama3"):
                 raise ModelFileError(
-                    f"{self.path}: rope scaling {kind!r} together with tensor {_ROPE_FREQS!r} is not supported; use another model"
+                    f"{self.path}: rope scaling {kind!r} together with tensor {_ROPE_FREQS!r} is "
+                    "not supported; use another model"
                 )
             return self._llama3_rope(theta, head_dim)
         if kind == "yarn":
-            for key, plain in (("yarn_log_multiplier", 0.0), ("yarn_attn_factor", 1.0), ("attn_factor", 1.0)):
+            for key, plain in (
+                ("yarn_log_multiplier", 0.0),
+                ("yarn_attn_factor", 1.0),
+                ("attn_factor", 1.0),
+            ):
                 if _short(self._get(f"rope.scaling.{key}", plain)) != plain:
                     raise ModelFileError(
-                        f"{self.path}: rope scaling key {key}={self._get(f'rope.scaling.{key}')} is not supported; use another model"
+                        f"{self.path}: rope scaling key {key}={self._get(f'rope.scaling.{key}')} "
+                        "is not supported; use another model"
                     )
             return RopeConfig(
                 theta=theta,
@@ -262,11 +297,16 @@ class GGUFSource:
             )
         if kind in ("none", "linear"):
             # Old files carry a factor without a type; it meant linear scaling.
-            return RopeConfig(theta=theta, kind="linear" if factor != 1.0 else "default", factor=factor)
-        raise ModelFileError(f"{self.path}: rope scaling {kind!r} is not supported; use a model with none, linear, llama3 or yarn")
+            return RopeConfig(
+                theta=theta, kind="linear" if factor != 1.0 else "default", factor=factor
+            )
+        raise ModelFileError(
+            f"{self.path}: rope scaling {kind!r} is not supported; use a model with none, linear, "
+            "llama3 or yarn"
+        )
 
     def _llama3_rope(self, theta: float, head_dim: int) -> RopeConfig:
-        """Recover the parameters behind the baked divisors: all released models share 1 / 4 / 8192."""
+        """Parameters behind the baked divisors: all released models share 1, 4 and 8192."""
         info = self.file.tensors[_ROPE_FREQS]
         baked = dequantize(self.file.blocks(_ROPE_FREQS), info.type_name)
         rope = RopeConfig(
@@ -276,23 +316,25 @@ class GGUFSource:
         expected = llama3_divisors(rope, head_dim)
         if baked.shape != expected.shape or not np.allclose(baked, expected, rtol=1e-4):
             raise ModelFileError(
-                f"{self.path}: tensor {_ROPE_FREQS!r} does not hold Llama 3 scaling (1, 4, 8192); use the model's safetensors directory"
+                f"{self.path}: tensor {_ROPE_FREQS!r} does not hold Llama 3 scaling (1, 4, 8192); "
+                "use the model's safetensors directory"
             )
         return rope
 
 
 def llama3_divisors(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Divisor of each rotary frequency under Llama 3 scaling, float32 [head_dim / 2] (llama.cpp's converter)."""
-    low, high = rope.original_max_position / rope.low_freq_factor, rope.original_max_position / rope.high_freq_factor
+    """Divisors of the rotary frequencies, float32 [head_dim / 2], as llama.cpp bakes them in."""
+    context, low, high = rope.original_max_position, rope.low_freq_factor, rope.high_freq_factor
     out = []
     for i in range(0, head_dim, 2):
         wavelength = 2 * math.pi * rope.theta ** (i / head_dim)
-        smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        smooth = (context / wavelength - low) / (high - low)
         between = 1.0 / ((1.0 - smooth) / rope.factor + smooth)
-        out.append(1.0 if wavelength < high else rope.factor if wavelength > low else between)
+        short, long = wavelength < context / high, wavelength > context / low
+        out.append(1.0 if short else rope.factor if long else between)
     return np.asarray(out, np.float32)
 
 
 def _short(value: Any) -> float:
-    """The shortest decimal of a stored float32: 1e-05 rather than 9.999999747378752e-06 (equal in float32)."""
+    """Shortest decimal of a stored float32: 1e-05, not 9.999999747378752e-06 (the same float32)."""
     return float(str(np.float32(value)))

@@ -1,4 +1,4 @@
-"""Hugging Face model directories (config.json and safetensors, whole or sharded) as a `TensorSource`."""
+"""Hugging Face directories (config.json, safetensors whole or sharded) as a `TensorSource`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from jetspec_jax.weights.safetensors_file import SafetensorsFile
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_DERIVED_SUFFIX = "rotary_emb.inv_freq"  # buffers that old checkpoints saved; computed from the config here
+_DERIVED_SUFFIX = (
+    "rotary_emb.inv_freq"  # buffers that old checkpoints saved; computed from the config here
+)
 
 
 class HFSource:
@@ -30,7 +32,10 @@ class HFSource:
         try:
             entries = {entry.name for entry in os.scandir(self.path)}
         except OSError as err:
-            raise ModelFileError(f"{self.path}: cannot be read ({err.strerror or err}); check the path and permissions") from err
+            raise ModelFileError(
+                f"{self.path}: cannot be read ({err.strerror or err}); check the path and "
+                "permissions"
+            ) from err
         self._files: dict[str, SafetensorsFile] = {}
         if _INDEX in entries:
             self._open_sharded()
@@ -39,7 +44,8 @@ class HFSource:
             self._files = dict.fromkeys(file.names(), file)
         else:
             raise ModelFileError(
-                f"{self.path}: holds neither {_SINGLE} nor {_INDEX}; give a directory with safetensors weights "
+                f"{self.path}: holds neither {_SINGLE} nor {_INDEX}; give a directory with "
+                "safetensors weights "
                 "(convert .bin checkpoints with transformers' save_pretrained)"
             )
         self._config: ModelConfig | None = None
@@ -49,23 +55,37 @@ class HFSource:
         index = self.path / _INDEX
         placed = read_json(index).get("weight_map")
         if not isinstance(placed, dict) or not all(isinstance(v, str) for v in placed.values()):
-            raise ModelFileError(f"{index}: field weight_map is missing or damaged; download it again")
+            raise ModelFileError(
+                f"{index}: field weight_map is missing or damaged; download it again"
+            )
         shards: dict[str, SafetensorsFile] = {}
         for tensor, shard in placed.items():
             if Path(shard).name != shard:
-                raise ModelFileError(f"{index}: shard name {shard!r} points outside the directory; download the model again")
+                raise ModelFileError(
+                    f"{index}: shard name {shard!r} points outside the directory; download the "
+                    "model again"
+                )
             if shard not in shards:
                 if not (self.path / shard).is_file():
-                    raise ModelFileError(f"{self.path / shard}: shard is missing (index lists it for {tensor!r}); download the model again")
+                    raise ModelFileError(
+                        f"{self.path / shard}: shard is missing (index lists it for {tensor!r}); "
+                        "download the model again"
+                    )
                 shards[shard] = SafetensorsFile(self.path / shard)
         for shard, file in shards.items():
             for tensor in file.names():
                 if placed.get(tensor) != shard:
-                    raise ModelFileError(f"{file.path}: tensor {tensor!r} is not where {_INDEX} says; download the model again")
+                    raise ModelFileError(
+                        f"{file.path}: tensor {tensor!r} is not where {_INDEX} says; download the "
+                        "model again"
+                    )
                 self._files[tensor] = file
         for tensor, shard in placed.items():
             if tensor not in self._files:
-                raise ModelFileError(f"{self.path / shard}: tensor {tensor!r} is missing though the index lists it; download the model again")
+                raise ModelFileError(
+                    f"{self.path / shard}: tensor {tensor!r} is missing though the index lists it; "
+                    "download the model again"
+                )
 
     def raw_config(self) -> dict[str, Any]:
         """config.json as a dict."""
@@ -78,7 +98,7 @@ class HFSource:
         return self._config
 
     def names(self) -> list[str]:
-        """Names of all tensors that matter: without derived buffers and without a stored copy of a tied head."""
+        """Names of all tensors that matter: no derived buffers, no stored copy of a tied head."""
         if self._names is None:
             names = [name for name in self._files if not name.endswith(_DERIVED_SUFFIX)]
             embed, head = "model.embed_tokens.weight", "lm_head.weight"
@@ -90,20 +110,31 @@ class HFSource:
 
     def _check_tied(self, embed: str, head: str) -> None:
         a, b = self.read(embed), self.read(head)
-        same = a.shape == b.shape and all(np.array_equal(a[i : i + 1024], b[i : i + 1024]) for i in range(0, len(a), 1024))
+        same = a.shape == b.shape and all(
+            np.array_equal(a[i : i + 1024], b[i : i + 1024]) for i in range(0, len(a), 1024)
+        )
         if not same:
             raise ModelFileError(
-                f"{self.path}: {head!r} differs from the embedding although tie_word_embeddings is true; "
+                f"{self.path}: {head!r} differs from the embedding although tie_word_embeddings is "
+                "true; "
                 "set tie_word_embeddings to false in config.json to use it"
             )
 
     def _file(self, name: str) -> SafetensorsFile:
         if name not in self._files:
-            raise ModelFileError(f"{self.path}: tensor {name!r} is missing; the checkpoint is incomplete, download it again")
+            raise ModelFileError(
+                f"{self.path}: tensor {name!r} is missing; the checkpoint is incomplete, download "
+                "it again"
+            )
         return self._files[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, [out, in] for projections."""
         return self._file(name).shape(name)
+
+    def dtype(self, name: str) -> np.dtype:
+        """Stored type of a tensor."""
+        return self._file(name).dtype(name)
 
     def read(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
         """The tensor in its stored dtype (a view of the file); converted into `out` when given."""

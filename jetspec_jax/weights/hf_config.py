@@ -1,4 +1,4 @@
-"""Hugging Face config.json (and generation_config.json) to ModelConfig, for the families supported here."""
+"""Hugging Face config.json and generation_config.json to ModelConfig."""
 
 from __future__ import annotations
 
@@ -27,13 +27,21 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as err:
-        raise ModelFileError(f"{path}: file is missing; give a complete Hugging Face model directory") from err
+        raise ModelFileError(
+            f"{path}: file is missing; give a complete Hugging Face model directory"
+        ) from err
     except OSError as err:
-        raise ModelFileError(f"{path}: cannot be read ({err.strerror or err}); check the path and permissions") from err
+        raise ModelFileError(
+            f"{path}: cannot be read ({err.strerror or err}); check the path and permissions"
+        ) from err
     except ValueError as err:
-        raise ModelFileError(f"{path}: not valid JSON ({str(err)[:80]}); download it again") from err
+        raise ModelFileError(
+            f"{path}: not valid JSON ({str(err)[:80]}); download it again"
+        ) from err
     if not isinstance(value, dict):
-        raise ModelFileError(f"{path}: holds a {type(value).__name__} where a JSON object belongs; download it again")
+        raise ModelFileError(
+            f"{path}: holds a {type(value).__name__} where a JSON object belongs; download it again"
+        )
     return value
 
 
@@ -50,7 +58,10 @@ class _Fields:
     def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key, default)
         if value is None:
-            raise ModelFileError(f"{self.path}: field {self.where}{key} is missing; use the config.json published with the weights")
+            raise ModelFileError(
+                f"{self.path}: field {self.where}{key} is missing; use the config.json published "
+                "with the weights"
+            )
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.bad(key, "a number belongs here")
         return value
@@ -62,7 +73,9 @@ class _Fields:
         return int(value)
 
     def bad(self, key: str, why: str) -> ModelFileError:
-        return ModelFileError(f"{self.path}: {self.where}{key}={self.values.get(key)!r} is not supported: {why}")
+        return ModelFileError(
+            f"{self.path}: {self.where}{key}={self.values.get(key)!r} is not supported: {why}"
+        )
 
 
 def _rope(config: _Fields, family: str) -> RopeConfig:
@@ -76,25 +89,41 @@ def _rope(config: _Fields, family: str) -> RopeConfig:
         key = "rope_type" if "rope_type" in params else "type"
         raise rope.bad(key, f"use a model with {', '.join(_ROPE_NEEDS)}")
     if any(isinstance(value, dict) for value in params.values()):
-        raise config.bad(where[:-1], "rotary embeddings that differ between layers; use a model with one kind")
+        raise config.bad(
+            where[:-1], "rotary embeddings that differ between layers; use a model with one kind"
+        )
     for fields in (rope, config):
         if fields.number("partial_rotary_factor", 1.0) != 1.0:
-            raise fields.bad("partial_rotary_factor", "only full rotary embeddings are known; use another model")
+            raise fields.bad(
+                "partial_rotary_factor", "only full rotary embeddings are known; use another model"
+            )
     for key in _ROPE_NEEDS[kind]:
         rope.number(key)
     # Only old llama configs leave the base out; it meant 10000.
-    theta = rope.get("rope_theta") if rope.get("rope_theta") is not None else config.get("rope_theta", 10_000.0 if family == "llama" else None)
+    theta = (
+        rope.get("rope_theta")
+        if rope.get("rope_theta") is not None
+        else config.get("rope_theta", 10_000.0 if family == "llama" else None)
+    )
     theta = _Fields({"rope_theta": theta}, config.path).number("rope_theta")
     options: dict[str, Any] = {}
     if kind in ("llama3", "yarn"):
-        original = config.get("original_max_position_embeddings", rope.get("original_max_position_embeddings"))
+        original = config.get(
+            "original_max_position_embeddings", rope.get("original_max_position_embeddings")
+        )
         options["original_max_position"] = original or config.integer("max_position_embeddings")
     if kind == "llama3":
         options |= {key: float(rope.number(key)) for key in ("low_freq_factor", "high_freq_factor")}
     if kind == "yarn":
-        options |= {key: float(rope.number(key)) for key in ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim") if rope.get(key)}
+        options |= {
+            key: float(rope.number(key))
+            for key in ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+            if rope.get(key)
+        }
         options["truncate"] = bool(rope.get("truncate", True))
-    return RopeConfig(theta=float(theta), kind=kind, factor=float(rope.number("factor", 1.0)), **options)
+    return RopeConfig(
+        theta=float(theta), kind=kind, factor=float(rope.number("factor", 1.0)), **options
+    )
 
 
 def _refuse_unsupported(config: _Fields, layers: int) -> None:
@@ -104,14 +133,24 @@ def _refuse_unsupported(config: _Fields, layers: int) -> None:
     if config.get("quantization_config"):
         method = config.get("quantization_config").get("quant_method", "unknown")
         raise ModelFileError(
-            f"{config.path}: quantization_config.quant_method={method!r} is not supported; use a bf16/fp16/fp32 checkpoint or a .gguf file"
+            f"{config.path}: quantization_config.quant_method={method!r} is not supported; use a "
+            "bf16/fp16/fp32 checkpoint or a .gguf file"
         )
     layer_types = config.get("layer_types", [])
     unknown = next((kind for kind in layer_types if kind != "full_attention"), None)
-    windowed = config.get("use_sliding_window", False) and config.get("max_window_layers", 0) < layers
+    windowed = (
+        config.get("use_sliding_window", False) and config.get("max_window_layers", 0) < layers
+    )
     if unknown is not None or (windowed and config.get("sliding_window")):
-        what = f"layer_types holds {unknown!r}" if unknown is not None else f"sliding_window={config.get('sliding_window')} is enabled"
-        raise ModelFileError(f"{config.path}: {what}, which is not supported; set use_sliding_window to false or use a full-attention model")
+        what = (
+            f"layer_types holds {unknown!r}"
+            if unknown is not None
+            else f"sliding_window={config.get('sliding_window')} is enabled"
+        )
+        raise ModelFileError(
+            f"{config.path}: {what}, which is not supported; set use_sliding_window to false or "
+            "use a full-attention model"
+        )
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
@@ -121,7 +160,7 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 
 
 def eos_ids(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Ids that end a generation: generation_config.json decides where it names them, else config.json."""
+    """Ids that end a generation, from generation_config.json if it has them, else config.json."""
     path = directory / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
     value = generation.get("eos_token_id")
@@ -132,22 +171,29 @@ def parse_config(values: Mapping[str, Any], path: Path) -> ModelConfig:
     """ModelConfig from the parsed config.json at `path`.
 
     Raises:
-        ModelFileError: a missing field, an unknown model_type or rope type, or a feature that is not supported
-            (sliding window, quantised checkpoint, partial rotary embedding).
+        ModelFileError: a missing field, an unknown model_type or rope type, or a feature that is
+            not supported (sliding window, quantised checkpoint, partial rotary embedding).
     """
     config = _Fields(values, path)
     family = config.get("model_type")
     if family is None:
-        raise ModelFileError(f"{path}: field model_type is missing; use the config.json published with the weights")
+        raise ModelFileError(
+            f"{path}: field model_type is missing; use the config.json published with the weights"
+        )
     if family not in FAMILIES:
         raise config.bad("model_type", f"supported are {', '.join(FAMILIES)}")
-    layers, heads, hidden = (config.integer(k) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    layers, heads, hidden = (
+        config.integer(k) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    )
     _refuse_unsupported(config, layers)
     moe = family == "qwen3_moe"
     bias = bool(config.get("attention_bias", False))
     dense: tuple[int, ...] = ()
     if moe:
-        step, only = config.integer("decoder_sparse_step", 1), set(config.get("mlp_only_layers", []))
+        step, only = (
+            config.integer("decoder_sparse_step", 1),
+            set(config.get("mlp_only_layers", [])),
+        )
         dense = tuple(i for i in range(layers) if i in only or (i + 1) % step)
     # Qwen3's head size is not hidden/heads, so a config without it cannot be read safely.
     derived = hidden // heads if family in ("llama", "qwen2") else None

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from jetspec_jax.errors import ModelFileError
@@ -17,6 +18,7 @@ from jetspec_jax.weights.source import TensorSource
 Transform = Callable[[str, WeightSpec, np.ndarray], Any]
 Progress = Callable[[str, int, int], None]
 
+_FLOATS = tuple(np.dtype(t) for t in (np.float32, np.float16, np.float64, ml_dtypes.bfloat16))
 _ALIGN = 64  # bytes; XLA's CPU client adopts a host buffer without a copy only at this alignment
 
 
@@ -33,53 +35,64 @@ def check_source(source: TensorSource, decl: Declaration) -> None:
     """Compare a checkpoint's directory with a declaration, before any tensor is read.
 
     Raises:
-        ModelFileError: a missing, misshapen or unexpected tensor, named with the file and the remedy.
+        ModelFileError: a missing, misshapen, non-float or unexpected tensor, with the file and the
+            remedy.
     """
     present = set(source.names())
-    wanted: dict[str, None] = {}
+    wanted: set[str] = set()
     for name, spec in decl.items():
-        rows = 0
+        tail = spec.shape[2:] if spec.stack else spec.shape[1:]
+        heights = []  # rows of each entry of `sources`
         for entry in spec.sources:
             parts = (entry,) if isinstance(entry, str) else entry
-            height = 0
             for part in parts:
-                if part not in present:
-                    near = difflib.get_close_matches(part, present, 1)
-                    hint = f" (the nearest name there is {near[0]!r})" if near else ""
-                    raise ModelFileError(
-                        f"{source.path}: tensor {part!r} is missing{hint}; the checkpoint is incomplete or of another model, download it again"
-                    )
-                shape = source.shape(part)
-                tail = spec.shape[2:] if spec.stack else spec.shape[1:]
-                if not shape or shape[1:] != tail:
-                    raise _misshapen(source, part, shape, f"(*, {', '.join(map(str, tail))})" if tail else "(*,)", name)
-                height += shape[0]
-                wanted[part] = None
-            if spec.stack and height != spec.shape[1]:
-                raise _misshapen(source, parts[0], source.shape(parts[0]), f"{spec.shape[1:]} for {len(parts)} tensor(s)", name)
-            rows += height
-        full = len(spec.sources) if spec.stack else rows
-        if full != spec.shape[0]:
-            shapes = [source.shape(p) for e in spec.sources for p in ((e,) if isinstance(e, str) else e)]
-            raise _misshapen(source, _first(spec), shapes if len(shapes) > 1 else shapes[0], str(spec.shape), name)
-    extra = sorted(present - set(wanted))
+                _check_tensor(source, part, tail, name, present)
+            heights.append(sum(source.shape(part)[0] for part in parts))
+            wanted.update(parts)
+        got = (len(heights), *set(heights)) if spec.stack else (sum(heights),)
+        if (*got, *tail) != spec.shape:
+            first = spec.sources[0] if isinstance(spec.sources[0], str) else spec.sources[0][0]
+            raise _misshapen(source, first, name, (*got, *tail), spec.shape)
+    extra = sorted(present - wanted)
     if extra:
         raise ModelFileError(
-            f"{source.path}: {len(extra)} unexpected tensor(s), such as {extra[0]!r}; config and weights do not belong together, "
-            "use the config.json that came with the weights"
+            f"{source.path}: {len(extra)} unexpected tensor(s), such as {extra[0]!r}; config and "
+            "weights do not belong together, use the config.json that came with the weights"
         )
 
 
-def _first(spec: WeightSpec) -> str:
-    entry = spec.sources[0]
-    return entry if isinstance(entry, str) else entry[0]
+def _check_tensor(
+    source: TensorSource, tensor: str, tail: tuple[int, ...], weight: str, present: set[str]
+) -> None:
+    if tensor not in present:
+        near = difflib.get_close_matches(tensor, present, 1)
+        hint = f" (the nearest name there is {near[0]!r})" if near else ""
+        raise ModelFileError(
+            f"{source.path}: tensor {tensor!r} is missing{hint}; the checkpoint is incomplete or "
+            "of another model, download it again"
+        )
+    shape = source.shape(tensor)
+    if not shape or shape[1:] != tail:
+        raise _misshapen(source, tensor, weight, shape, ("rows", *tail))
+    if source.dtype(tensor) not in _FLOATS:
+        raise ModelFileError(
+            f"{source.path}: tensor {tensor!r} is stored as {source.dtype(tensor)}, which is not a "
+            "supported weight type; use a bf16, fp16 or fp32 checkpoint, or a .gguf file"
+        )
 
 
-def _misshapen(source: TensorSource, tensor: str, got: object, want: str, weight: str) -> ModelFileError:
+def _misshapen(
+    source: TensorSource, tensor: str, weight: str, got: tuple[Any, ...], want: tuple[Any, ...]
+) -> ModelFileError:
     return ModelFileError(
-        f"{source.path}: tensor {tensor!r} has shape {got}, but the config needs {want} for {weight!r}; "
-        "use the config.json that came with the weights"
+        f"{source.path}: tensor {tensor!r} gives {weight!r} the shape {_shape(got)}, but "
+        "the config "
+        f"needs {_shape(want)}; use the config.json that came with the weights"
     )
+
+
+def _shape(dims: tuple[Any, ...]) -> str:
+    return f"[{', '.join(map(str, dims))}]"
 
 
 def load_params(
@@ -92,22 +105,22 @@ def load_params(
 ) -> Params:
     """Read all weights of a declaration.
 
-    Every weight is assembled in one preallocated array (fused projections and stacked experts included) that
-    becomes the device array, so the peak is the parameters plus one weight.
+    Every weight is assembled in one preallocated array (fused projections and stacked experts
+    included) that becomes the device array, so the peak is the parameters plus one weight.
 
     Args:
         source: an opened checkpoint.
         decl: flat declaration; `sources` name tensors of the checkpoint.
         dtype: of the returned arrays (and of the array that `transform` gets).
-        transform: called with (flat name, spec, array [out, in]); its result takes the place of the weight, so
-            that the numerics layer can repack. NumPy arrays in the result become jax arrays.
+        transform: called with (flat name, spec, array [out, in]); its result takes the place of
+            the weight, so that the numerics layer can repack. A NumPy result becomes a jax array.
         progress: called with (flat name, weights done, weights in all) after each weight.
 
     Returns:
         Nested parameters (`nest`).
 
     Raises:
-        ModelFileError: see `check_source`; nothing is read before the whole directory fits the declaration.
+        ModelFileError: see `check_source`; nothing is read before the whole directory fits.
     """
     check_source(source, decl)
     flat: dict[str, Any] = {}

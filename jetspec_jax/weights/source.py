@@ -18,12 +18,12 @@ _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 @runtime_checkable
 class TensorSource(Protocol):
-    """Tensors of a checkpoint under their Hugging Face names and in Hugging Face row order, read lazily."""
+    """Tensors of a checkpoint, read lazily under Hugging Face names and in its row order."""
 
     path: Path
 
     def config(self) -> ModelConfig:
-        """Geometry of the target model (a draft head's own config is read by `jetspec_jax.drafter`)."""
+        """Geometry of the target model (`jetspec_jax.drafter` reads a draft head's own config)."""
         ...
 
     def names(self) -> list[str]:
@@ -34,15 +34,19 @@ class TensorSource(Protocol):
         """Shape of a tensor; ModelFileError when it is missing."""
         ...
 
+    def dtype(self, name: str) -> np.dtype:
+        """Type of the values that `read` gives."""
+        ...
+
     def read(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
-        """Values in a float dtype; written into `out` (C-contiguous float32, same shape) when given."""
+        """Values in their dtype; into `out` (C-contiguous float32, same shape) when given."""
         ...
 
 
 def resolve_model(path: str | os.PathLike[str]) -> Path:
-    """Local path of a model: a directory or file as given, or the local copy of a hub id (`owner/name`).
+    """Local path of a model: a directory or file as given, or the local copy of a hub id.
 
-    A hub id is looked up in the local hub cache first and downloaded otherwise.
+    A hub id (`owner/name`) is downloaded, or taken from the local hub cache when it is there.
 
     Raises:
         ModelFileError: nothing at the path; hub unreachable, with what to do.
@@ -53,9 +57,18 @@ def resolve_model(path: str | os.PathLike[str]) -> Path:
         if local.exists():
             return local
     except OSError as err:
-        raise ModelFileError(f"{text}: cannot be read ({err.strerror or err}); check the path and permissions") from err
-    if not _HUB_ID.fullmatch(text) or text.endswith(".gguf") or (local.parent != Path(".") and local.parent.is_dir()):
-        raise ModelFileError(f"{text}: no such file or directory; give a model directory (config.json + safetensors) or a .gguf file")
+        raise ModelFileError(
+            f"{text}: cannot be read ({err.strerror or err}); check the path and permissions"
+        ) from err
+    if (
+        not _HUB_ID.fullmatch(text)
+        or text.endswith(".gguf")
+        or (local.parent != Path(".") and local.parent.is_dir())
+    ):
+        raise ModelFileError(
+            f"{text}: no such file or directory; give a model directory (config.json + "
+            "safetensors) or a .gguf file"
+        )
     return _from_hub(text)
 
 
@@ -63,16 +76,13 @@ def _from_hub(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download  # slow import, and only needed for hub ids
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(_HUB_FILES), local_files_only=True))
-    except Exception:  # noqa: BLE001 - not in the cache; the download below decides
-        pass
-    try:
         return Path(snapshot_download(hub_id, allow_patterns=list(_HUB_FILES)))
-    except Exception as err:  # noqa: BLE001 - the hub client raises many unrelated types
-        reason = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
+    except Exception as err:  # the hub client raises many unrelated types
+        reason = (str(err).strip() or type(err).__name__).splitlines()[0]
         raise ModelFileError(
-            f"{hub_id}: no such local path, and the Hugging Face hub did not deliver it ({reason[:160]}); on a machine with "
-            f"network run `hf download {hub_id} --local-dir DIR` and give DIR here"
+            f"{hub_id}: no such local path, and the Hugging Face hub did not deliver it "
+            f"({reason[:160].rstrip('.')}); on a machine with network run `hf download "
+            f"{hub_id} --local-dir DIR` and give DIR here"
         ) from err
 
 
@@ -80,10 +90,11 @@ def open_source(path: str | os.PathLike[str]) -> TensorSource:
     """Open a Hugging Face directory, a .gguf file, or a hub id.
 
     Returns:
-        A source whose directory of tensors has been checked against the file sizes; no tensor is read yet.
+        A source whose directory has been checked against the file sizes; no tensor is read yet.
 
     Raises:
-        ModelFileError: missing, unreadable, damaged or unsupported file; the message names file, tensor and remedy.
+        ModelFileError: missing, unreadable, damaged or unsupported file; the message names file,
+            tensor and remedy.
     """
     from jetspec_jax.weights.gguf import GGUFSource
     from jetspec_jax.weights.hf import HFSource
