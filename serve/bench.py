@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ OFF = SpecConfig(mode="off")
 def build_parser() -> cli.Parser:
     parser = cli.Parser(
         prog="python -m serve.bench",
+        usage="python -m serve.bench [flags]",
         description="Measure speculative against plain decoding on prompt suites.",
         epilog="example: python -m serve.bench --suite humaneval,gsm8k,mtbench --limit 20 "
         "--out report/",
@@ -225,7 +227,12 @@ def _measure_all(
         unit="prompt",
         file=sys.stderr,
         dynamic_ncols=True,
+        mininterval=0.5,
     ) as bar:
+
+        def advance(prompts: int) -> None:
+            bar.update(prompts)
+
         try:
             for suite in suites:
                 bar.set_description(suite.name)
@@ -241,7 +248,7 @@ def _measure_all(
                         repeat=args.repeat,
                         template_kwargs=kwargs or None,
                         first_group=start // args.batch,
-                        done=bar.update,
+                        done=advance,
                     )
                     rows += made
                     bar.set_postfix_str(_running(rows))
@@ -260,6 +267,11 @@ def _writable(out: str | None) -> Path | None:
     """Makes the folder now: a benchmark of an hour must not end in "permission denied"."""
     if out is None:
         return None
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "--out draws plots with matplotlib, which is not installed; "
+            "run: pip install 'jetspec-jax[plot]'"
+        )
     path = Path(out).expanduser()
     try:
         path.mkdir(parents=True, exist_ok=True)

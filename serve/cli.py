@@ -262,8 +262,9 @@ def plain(value: Any) -> Any:
         return value if value - value == 0 else None
     if value is None or isinstance(value, (str, bool, int)):
         return value
-    if hasattr(value, "tolist"):
-        return plain(value.tolist())
+    tolist = getattr(value, "tolist", None)
+    if callable(tolist):
+        return plain(tolist())
     return str(value)
 
 

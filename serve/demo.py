@@ -56,6 +56,7 @@ PROMPTS = (
 def build_parser() -> cli.Parser:
     parser = cli.Parser(
         prog="python -m serve.demo",
+        usage="python -m serve.demo [flags]",
         description="Plain against speculative decoding in a few prompts.",
     )
     cli.add_model_flags(parser)

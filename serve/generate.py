@@ -46,6 +46,7 @@ OFF = SpecConfig(mode="off")
 def build_parser() -> cli.Parser:
     parser = cli.Parser(
         prog="python -m serve.generate",
+        usage="python -m serve.generate [flags] PROMPT",
         description="Generate text with speculative decoding: the same tokens as plain "
         "decoding, faster.",
         epilog='example: python -m serve.generate "Write a haiku about trees" --compare',

@@ -1,5 +1,4 @@
-"""SVG plots of a benchmark, sized to be read in a README. Pure: data in, file out; no display, no
-global state."""
+"""SVG plots of a benchmark, sized to be read in a README. Data in, files out; no global state."""
 
 from __future__ import annotations
 
@@ -12,10 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from serve.render import pretty
+
 INK, GREY, LIGHT = "#1f2937", "#6b7280", "#e5e7eb"
 BLUE, ORANGE, GREEN, PURPLE, RED = "#2563eb", "#f59e0b", "#059669", "#7c3aed", "#dc2626"
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, RED, "#0891b2", "#be185d")
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 11,
     "font.family": "sans-serif",
     "text.color": INK,
@@ -31,17 +32,6 @@ STYLE = {
     "grid.color": LIGHT,
     "svg.hashsalt": "jetspec",  # same data, same file
 }
-PRETTY = {
-    "humaneval": "HumanEval",
-    "mtbench": "MT-Bench",
-    "gsm8k": "GSM8K",
-    "math500": "MATH-500",
-    "mbpp": "MBPP",
-}
-
-
-def pretty(name: str) -> str:
-    return PRETTY.get(name, name)
 
 
 def write_plots(
@@ -130,7 +120,7 @@ def _speedup(suites: Mapping[str, Mapping[str, Any]], facts: str) -> Figure:
     axis.axvline(1, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
     span = max(1.1, *tops)
     for row, value in enumerate(values):
-        axis.text(tops[row] + 0.015 * span, row, f"{value:.2f}×", va="center", fontweight="bold")
+        axis.text(tops[row] + 0.015 * span, row, f"{value:.2f}x", va="center", fontweight="bold")
     axis.set_xlim(0, span * 1.12)
     axis.set_xlabel("dashed: plain decoding; line: 95% interval over prompts")
     return figure

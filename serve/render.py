@@ -10,6 +10,13 @@ from typing import Any
 
 RESET, GREEN, DIM, BOLD, YELLOW = "\x1b[0m", "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[33m"
 SOURCES = {0: "head", 1: "lookup", 2: "head+lookup"}
+PRETTY = {
+    "humaneval": "HumanEval",
+    "mtbench": "MT-Bench",
+    "gsm8k": "GSM8K",
+    "math500": "MATH-500",
+    "mbpp": "MBPP",
+}
 
 
 def paint(text: str, code: str, colour: bool) -> str:
@@ -142,3 +149,8 @@ def key_values(values: Mapping[str, Any], indent: int = 2) -> list[str]:
         else:
             lines.append(" " * indent + f"{key!s:<{width}}  {value}")
     return lines
+
+
+def pretty(name: str) -> str:
+    """A suite's usual spelling."""
+    return PRETTY.get(name, name)

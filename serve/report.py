@@ -10,8 +10,7 @@ from typing import Any
 
 from serve import cli
 from serve.measure import Row
-from serve.plots import pretty, write_plots
-from serve.render import number, percent
+from serve.render import number, percent, pretty
 
 Summary = Mapping[str, Any]
 COLUMNS = (
@@ -27,7 +26,7 @@ COLUMNS = (
     "spec tok/s",
     "first token",
 )
-CSV_FIELDS = (
+CSV_FIELDS: tuple[str, ...] = (
     "suite",
     "id",
     "variant",
@@ -259,6 +258,8 @@ def write_report(folder: Path, document: Mapping[str, Any], rows: Sequence[Row])
         document: facts, suites, sweep, costs (the schema of results.json is in serve.bench).
         rows: per prompt.
     """
+    from serve.plots import write_plots  # matplotlib: an extra, and seconds to import
+
     folder.mkdir(parents=True, exist_ok=True)
     phases = phases_of(document["suites"], document["costs"]) if document.get("costs") else None
     plots = write_plots(

