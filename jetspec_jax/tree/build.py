@@ -12,7 +12,7 @@ import numpy as np
 
 from jetspec_jax.config import BUILDERS, SpecConfig
 from jetspec_jax.errors import ConfigError
-from jetspec_jax.tree.topology import Candidates, Tree, root_only, take
+from jetspec_jax.tree.topology import Candidates, Tree, root_only, settle, take
 from jetspec_jax.typing import Array
 
 _NEVER = float("-inf")
@@ -83,7 +83,7 @@ def conditional_table(cands: Candidates, max_depth: Array | int) -> Array:
     logp = cands.logp.astype(jnp.float32)
     # Positive zero for 0 and -0: top_k orders by bits, where -0 < 0.
     logp = jnp.where(logp < 0, logp, jnp.where(logp >= 0, 0.0, _NEVER))
-    return jnp.where(usable[:, None, :], logp, _NEVER)
+    return settle(jnp.where(usable[:, None, :], logp, _NEVER))
 
 
 def top2gap_cap(table: Array, beta: float, g0: float) -> Array:
@@ -134,7 +134,7 @@ def _cap(table: Array, cap: Array | np.ndarray) -> Array:
     later = np.tril(np.ones((width, width), bool), -1)[None, None]
     mine, other = table[..., :, None], table[..., None, :]
     place = jnp.sum((other > mine) | ((other == mine) & later), axis=-1, dtype=jnp.int32)
-    return jnp.where(place < jnp.asarray(cap)[..., None], table, _NEVER)
+    return settle(jnp.where(place < jnp.asarray(cap)[..., None], table, _NEVER))
 
 
 def _frontiers(table: Array, nodes: int) -> tuple[Array, Array, Array, np.ndarray]:

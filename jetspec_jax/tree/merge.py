@@ -15,6 +15,7 @@ from jetspec_jax.tree.topology import (
     Tree,
     all_along_path,
     root_only,
+    settle,
     take,
 )
 from jetspec_jax.typing import Array
@@ -90,13 +91,14 @@ def merge(tree: Tree, chains: Chains, budget: int, max_depth: Array | int) -> Tr
     sources = jnp.concatenate([merged_source, jnp.asarray(np.full_like(blank, LOOKUP))])
 
     # Place of every node in the result by counting who goes before: one fused compare instead of a sort.
+    score = settle(score)
     total = score.shape[0]
     index = np.arange(total, dtype=np.int32)
     tie = depths * total + index
     ahead = (score[None, :] > score[:, None]) | (
         (score[None, :] == score[:, None]) & (tie[None, :] < tie[:, None])
     )
-    place = jnp.sum(ahead, axis=1, dtype=jnp.int32)
+    place = settle(jnp.sum(ahead, axis=1, dtype=jnp.int32))
     keep = min(budget, total)
     order = jnp.sum(
         jnp.where(place[None, :] == index[:keep, None], index[None, :], 0), axis=1, dtype=jnp.int32
