@@ -7,11 +7,24 @@ reduction, so that no NaN of an unused slot can reach a sum or a gradient.
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from jetspec_jax.typing import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """What is minimised: mean over slots of weight(depth) * (ce * CE + kl * KL)."""
+
+    ce: float = 0.3
+    kl: float = 0.7
+    temperature: float = 1.0
+    gamma: float = 0.0  # depth weights exp(-d / gamma); 0: uniform
+    chunk: int = 32  # blocks whose logits are in memory at once
 
 
 @flax.struct.dataclass

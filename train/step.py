@@ -6,7 +6,6 @@ compute dtype, forward and backward (bfloat16 uses AMX or tensor cores; the mast
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -21,7 +20,7 @@ from jetspec_jax.drafter import block_inputs, context_kv, declare, draft_block, 
 from jetspec_jax.drafter.projection import ComputeWeight, dot, trainable_dot
 from jetspec_jax.models.spec import flatten, nest
 from jetspec_jax.typing import Array, Params, PyTree
-from train.losses import LossParts, block_loss, depth_weights, finish
+from train.losses import LossConfig, LossParts, block_loss, depth_weights, finish
 
 
 @flax.struct.dataclass
@@ -53,17 +52,6 @@ class TrainState:
     opt: PyTree
     ema: Params | None
     step: Array  # int32
-
-
-@dataclasses.dataclass(frozen=True)
-class LossConfig:
-    """What is minimised: mean over slots of weight(depth) * (ce * CE + kl * KL)."""
-
-    ce: float = 0.3
-    kl: float = 0.7
-    temperature: float = 1.0
-    gamma: float = 0.0  # depth weights exp(-d / gamma); 0: uniform
-    chunk: int = 32  # blocks whose logits are in memory at once
 
 
 def compute_params(cfg: DraftConfig, params: Params, dtype: Any) -> Params:
@@ -230,13 +218,16 @@ def train_step(
     """One update; returns the new state and the step's metrics (`losses.finish` plus grad_norm)."""
     grad = jax.grad(functools.partial(objective, cfg=cfg, loss=loss, dtype=dtype), has_aux=True)
     grads, parts = grad(state.params, frozen=frozen, batch=batch)
-    updates, opt = optimiser.update(grads, state.opt, state.params)
-    params = optax.apply_updates(state.params, updates)
+    # Optax mixes integer counters with floats and scalars with arrays; our own code is tested under strict rules.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        updates, opt = optimiser.update(grads, state.opt, state.params)
+        params = optax.apply_updates(state.params, updates)
+        norm = optax.tree.norm(grads)
     ema = state.ema
     if ema is not None:
         # Early steps would otherwise average in the random start.
         step = state.step.astype(jnp.float32)
         decay = jnp.minimum(ema_decay, (1.0 + step) / (10.0 + step))
         ema = jax.tree.map(lambda e, p: e + (1.0 - decay) * (p - e), ema, params)
-    metrics = finish(parts) | {"grad_norm": optax.global_norm(grads)}
+    metrics = finish(parts) | {"grad_norm": norm}
     return TrainState(params, opt, ema, state.step + 1), metrics

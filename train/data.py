@@ -1,0 +1,254 @@
+"""Training data: shards of regenerated answers, split by content, and batches that depend on (seed, step) only.
+
+A data folder holds shards (.npz or .safetensors) and, when made by `train.regenerate`, `manifest.jsonl` with one JSON
+object a shard; `file` is required, `target_layer_ids` and `sha256` are used where given. Arrays of a shard:
+
+    tokens     int32  [n, T]          right padded; tokens[:prompt_len] is the prompt, the answer follows
+    length     int32  [n]             prompt and answer
+    prompt_len int32  [n]
+    taps       uint16 [n, T, k, H]    bits of bfloat16; row t: outputs of the tapped layers at token t   (optional)
+    final      uint16 [n, T, H]       bits of bfloat16; row t: hidden state after the final norm         (optional)
+
+Without taps and final the features are computed by `train.features` from the tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import safetensors.numpy
+
+from jetspec_jax.errors import ModelFileError
+from train.config import DataConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One prompt with its answer. `taps` and `final` are bfloat16 bits (uint16) or None."""
+
+    tokens: np.ndarray  # [length] int32
+    prompt_len: int
+    taps: np.ndarray | None  # [length, k, H] uint16
+    final: np.ndarray | None  # [length, H] uint16
+    origin: str  # shard and row, for messages
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """All sequences with at least one answer token, training part and held-out part."""
+
+    train: tuple[Sample, ...]
+    held_out: tuple[Sample, ...]
+    digest: str  # sha256 over the shards
+    target_layer_ids: tuple[int, ...] | None
+    rejected: int  # sequences without an answer token
+
+    @property
+    def answer_tokens(self) -> int:
+        return sum(s.length - s.prompt_len for s in self.train)
+
+
+def _read_shard(path: Path) -> dict[str, np.ndarray]:
+    try:
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                return {name: file[name] for name in file.files}
+        return safetensors.numpy.load_file(path)
+    except Exception as err:  # noqa: BLE001 - zip, safetensors and OS errors alike mean a damaged shard
+        raise ModelFileError(f"{path}: cannot be read ({str(err)[:100]}); delete the shard and regenerate it") from err
+
+
+def shard_list(folder: Path) -> list[dict[str, Any]]:
+    """Manifest entries ({"file", ...}) of a data folder, or one per shard file where there is no manifest.
+
+    Raises:
+        ModelFileError: no such folder, no shards, or a damaged manifest.
+    """
+    manifest = folder / "manifest.jsonl"
+    if not folder.is_dir():
+        raise ModelFileError(f"{folder}: no such data folder; make one with `python -m train.regenerate --out {folder}`")
+    if manifest.is_file():
+        entries = []
+        for number, line in enumerate(manifest.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                entry = json.loads(line) if line.strip() else None
+            except ValueError as err:
+                raise ModelFileError(f"{manifest}:{number}: not valid JSON ({err}); delete the line") from err
+            if isinstance(entry, dict) and "file" in entry:
+                entries.append(entry)
+    else:
+        names = sorted(p.name for p in folder.iterdir() if p.suffix in (".npz", ".safetensors"))
+        entries = [{"file": name} for name in names]
+    if not entries:
+        raise ModelFileError(f"{folder}: holds no shards; make some with `python -m train.regenerate --out {folder}`")
+    return entries
+
+
+def _is_held_out(tokens: np.ndarray, share: float) -> bool:
+    digest = hashlib.sha256(np.ascontiguousarray(tokens, np.int32).tobytes()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64 < share
+
+
+def load_dataset(cfg: DataConfig) -> Dataset:
+    """Read all shards of `cfg.path`; sequences longer than `max_tokens` are cut, those without an answer rejected.
+
+    The split depends on the prompt's tokens only, so that growing data never moves a sequence across it, and two
+    answers to one prompt stay on the same side.
+
+    Raises:
+        ModelFileError: damaged or incomplete shards, or no usable sequence.
+    """
+    folder = Path(cfg.path)
+    train: list[Sample] = []
+    held: list[Sample] = []
+    digest = hashlib.sha256()
+    ids: set[tuple[int, ...]] = set()
+    rejected = 0
+    for entry in shard_list(folder):
+        path = folder / str(entry["file"])
+        arrays = _read_shard(path)
+        missing = [k for k in ("tokens", "length", "prompt_len") if k not in arrays]
+        if missing:
+            raise ModelFileError(f"{path}: array {missing[0]!r} is missing; delete the shard and regenerate it")
+        if "target_layer_ids" in entry:
+            ids.add(tuple(int(i) for i in entry["target_layer_ids"]))
+        digest.update(arrays["tokens"].tobytes() + arrays["length"].tobytes())
+        for row in range(len(arrays["tokens"])):
+            stop = min(int(arrays["length"][row]), cfg.max_tokens)
+            prompt = int(arrays["prompt_len"][row])
+            if stop <= prompt or prompt < 1:
+                rejected += 1
+                continue
+            sequence = Sample(
+                np.asarray(arrays["tokens"][row, :stop], np.int32),
+                prompt,
+                *(arrays[k][row, :stop] if k in arrays else None for k in ("taps", "final")),
+                origin=f"{path.name} row {row}",
+            )
+            (held if _is_held_out(sequence.tokens[:prompt], cfg.held_out) else train).append(sequence)
+    if not train:
+        raise ModelFileError(f"{folder}: no sequence with an answer among {rejected + len(held)}; regenerate the data")
+    if len(ids) > 1:
+        raise ModelFileError(f"{folder}: shards disagree on target_layer_ids {sorted(ids)}; keep one kind in a folder")
+    return Dataset(tuple(train), tuple(held), digest.hexdigest(), next(iter(ids), None), rejected)
+
+
+def draft_vocabulary(sequences: Sequence[Sample], size: int, vocab: int, always: Sequence[int]) -> np.ndarray:
+    """Ids of the reduced draft vocabulary, ascending, [size] int32: `always`, then the most frequent answer ids.
+
+    Ids that never occur fill up from the lowest. Ascending order keeps "lowest id wins ties" true in draft ids.
+    """
+    counts = np.zeros(vocab, np.int64)
+    for s in sequences:
+        counts += np.bincount(s.tokens[s.prompt_len :], minlength=vocab)[:vocab]
+    keep = np.unique(np.asarray([i for i in always if 0 <= i < vocab], np.int64))
+    order = np.argsort(-counts, kind="stable")
+    rest = order[~np.isin(order, keep)][: max(size - len(keep), 0)]
+    return np.sort(np.concatenate([keep, rest]))[:vocab].astype(np.int32)
+
+
+def coverage(sequences: Sequence[Sample], id_map: np.ndarray, vocab: int) -> float:
+    """Share of answer tokens that the draft vocabulary holds."""
+    known = np.zeros(vocab, bool)
+    known[id_map] = True
+    hits = [known[s.tokens[s.prompt_len :]] for s in sequences]
+    return float(np.concatenate(hits).mean()) if hits else 0.0
+
+
+def step_sequences(count: int, per_step: int, step: int, seed: int, lengths: np.ndarray) -> np.ndarray:
+    """Indices of the sequences of a step, [per_step]; every sequence once an epoch, a function of its arguments only.
+
+    Within an epoch's random order, runs of 16 steps are sorted by length so that a batch holds similar lengths (less
+    padding), and the batches of a run are shuffled again.
+    """
+    steps = max(count // per_step, 1)
+    epoch, index = divmod(step, steps)
+    rng = np.random.default_rng([seed, 1, epoch])
+    order = np.resize(rng.permutation(count), steps * per_step)
+    for start in range(0, len(order), 16 * per_step):
+        run = order[start : start + 16 * per_step]
+        run = run[np.argsort(lengths[run], kind="stable")].reshape(-1, per_step)
+        order[start : start + run.size] = run[rng.permutation(len(run))].reshape(-1)
+    return order[index * per_step : (index + 1) * per_step]
+
+
+def draw_anchors(sequence: Sample, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """`count` distinct anchors of a sequence, ascending, and which of them are real ([count] int32, [count] bool).
+
+    An anchor is the position of the last committed token: from the prompt's last token (its block starts with the
+    first answer token) to the last position that has a token after it.
+    """
+    first, stop = sequence.prompt_len - 1, sequence.length - 1
+    chosen = np.sort(rng.permutation(np.arange(first, stop, dtype=np.int32))[:count])
+    valid = np.arange(count) < len(chosen)
+    return np.resize(chosen, count) * valid + first * ~valid, valid
+
+
+def pad_length(longest: int, bucket: int) -> int:
+    """Smallest multiple of `bucket` that holds `longest`."""
+    return -(-longest // bucket) * bucket
+
+
+def assemble(sequences: Sequence[Sample], anchors: list[tuple[np.ndarray, np.ndarray]], bucket: int) -> dict[str, np.ndarray]:
+    """Host arrays of a batch: the fields of `step.Batch`, without features where a sequence has none."""
+    rows = pad_length(max(s.length for s in sequences), bucket)
+    out: dict[str, np.ndarray] = {
+        "tokens": np.zeros((len(sequences), rows), np.int32),
+        "length": np.asarray([s.length for s in sequences], np.int32),
+        "anchors": np.stack([a for a, _ in anchors]).astype(np.int32),
+        "valid": np.stack([v for _, v in anchors]),
+    }
+    for i, s in enumerate(sequences):
+        out["tokens"][i, : s.length] = s.tokens
+    for name in ("taps", "final"):
+        parts = [getattr(s, name) for s in sequences]
+        if any(p is None for p in parts):
+            continue
+        array = np.zeros((len(sequences), rows, *parts[0].shape[1:]), np.uint16)
+        for i, part in enumerate(parts):
+            array[i, : len(part)] = part
+            _check_finite(part, f"{name} of {sequences[i].origin}")
+        out[name] = array.view(ml_dtypes.bfloat16)
+    return out
+
+
+def _check_finite(bits: np.ndarray, what: str) -> None:
+    # All exponent bits set is inf or NaN; on the raw bits, because bfloat16 tests in NumPy are slow.
+    if ((bits & 0x7F80) == 0x7F80).any():
+        raise ModelFileError(f"{what}: holds inf or NaN; delete the shard and regenerate it")
+
+
+def train_batch(data: Dataset, cfg: DataConfig, step: int) -> dict[str, np.ndarray]:
+    """The batch of a step: the same for the same data, configuration and step, however the run got there."""
+    lengths = np.asarray([s.length for s in data.train])
+    picked = [data.train[i] for i in step_sequences(len(data.train), cfg.sequences, step, cfg.seed, lengths)]
+    rng = np.random.default_rng([cfg.seed, 2, step])
+    return assemble(picked, [draw_anchors(s, cfg.anchors, rng) for s in picked], cfg.bucket)
+
+
+def held_out_batches(data: Dataset, cfg: DataConfig, sequences: int, anchors: int) -> Iterator[dict[str, np.ndarray]]:
+    """Fixed batches of the held-out part: evenly spaced whole blocks where the answer is long enough."""
+    chosen = sorted(data.held_out[:sequences], key=lambda s: s.length)
+    for start in range(0, len(chosen), cfg.sequences):
+        group = chosen[start : start + cfg.sequences]
+        group = group + group[:1] * (cfg.sequences - len(group))  # repeats are masked below
+        picked = []
+        for i, s in enumerate(group):
+            first, last = s.prompt_len - 1, max(s.length - 2, s.prompt_len - 1)
+            where = np.unique(np.linspace(first, last, anchors).astype(np.int32))
+            valid = np.arange(anchors) < len(where)
+            if start + i >= len(chosen):
+                valid[:] = False
+            picked.append((np.resize(where, anchors), valid))
+        yield assemble(group, picked, cfg.bucket)
