@@ -1,0 +1,125 @@
+"""Attention of T tree rows over a committed prefix in the cache and over the rows themselves.
+
+The native kernel (`cpu.cc`) reads keys and values once per key head for all its query rows, only the live part of the
+cache, and reduces in an order that is a function of a row's ordered list of visible keys alone: a row of a tree gets the
+bits that plain decoding of its path would give, wherever its ancestors lie (algorithm.md section 6).
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import dispatch, native
+from pallas_kernels.tree_attention import reference, specs
+
+_SOURCE = Path(__file__).with_name("cpu.cc")
+_SYMBOLS = ("TreeAttentionF32", "TreeAttentionBf16")
+_SYMBOL_OF_DTYPE = {"float32": "TreeAttentionF32", "bfloat16": "TreeAttentionBf16"}
+
+
+def _library() -> native.NativeLibrary:
+    return native.load(_SOURCE, _SYMBOLS)
+
+
+def resolve(implementation: dispatch.Implementation = "auto") -> Literal["cpu", "xla"]:
+    """What `implementation` means on this machine; builds the native kernel if it may be used (seconds, once).
+
+    Raises:
+      native.KernelError: "cpu" where the kernel cannot be built.
+    """
+    if jax.default_backend() != "cpu":
+        if implementation == "cpu":
+            raise native.KernelError(
+                f"{specs.OP}: implementation 'cpu' needs JAX's cpu backend, not {jax.default_backend()!r}"
+            )
+        return dispatch.choose(specs.OP, "xla", _library)
+    return dispatch.choose(specs.OP, implementation, _library)
+
+
+def tree_attention(
+    q: jax.Array,
+    cache_k: jax.Array,
+    cache_v: jax.Array,
+    lengths: jax.Array,
+    new_k: jax.Array,
+    new_v: jax.Array,
+    mask: jax.Array,
+    *,
+    scale: float,
+    implementation: dispatch.Implementation = "auto",
+    threads: int = 0,
+) -> jax.Array:
+    """Softmax attention; row i sees cache slots 0..lengths[b]-1 and the new rows j with mask[b, i, j].
+
+    Args:
+      q: [B, K, G, T, h] queries: G query heads share a key head.
+      cache_k: [B, K, S, h] keys; slots >= lengths[b] are not read and may hold anything. Any S, also 0.
+      cache_v: [B, K, S, h] values.
+      lengths: [B] int32, live slots per sequence, 0..S (checked when it runs).
+      new_k: [B, K, T, h] keys of the rows themselves, not in the cache.
+      new_v: [B, K, T, h] their values.
+      mask: [B, T, T] bool. For trees: ancestor-or-self, rows in topological order.
+      scale: factor of the scores.
+      implementation: "auto" runs the native kernel for float32 and bfloat16 where it can be built, else XLA; "cpu" or
+        "xla" insist.
+      threads: upper limit for the native kernel (0: all that XLA's pool and the CPU affinity allow). The bits do not
+        depend on it.
+
+    Returns:
+      [B, K, G, T, h] in q.dtype, accumulated in float32. A row that sees nothing is zero. From the native kernel the
+      bits of a row depend on its query and the ordered list of its visible keys and values only.
+
+    Raises:
+      native.KernelError: shapes or dtypes that do not fit, or an implementation that is not available.
+    """
+    _check(q, cache_k, cache_v, lengths, new_k, new_v, mask)
+    symbol = _SYMBOL_OF_DTYPE.get(q.dtype.name)
+    if symbol is None and implementation == "cpu":
+        raise native.KernelError(
+            f"{specs.OP}: implementation 'cpu' has no {q.dtype} form: use float32 or bfloat16, or 'auto'"
+        )
+    if symbol is None or resolve(implementation) == "xla":
+        return reference.tree_attention(
+            q, cache_k, cache_v, lengths, new_k, new_v, mask, scale=scale
+        )
+    call = jax.ffi.ffi_call(
+        _library().targets[symbol],
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        vmap_method="broadcast_all",
+    )
+    return call(
+        q, cache_k, cache_v, lengths, new_k, new_v, mask,
+        scale=np.float32(scale), threads=np.int64(threads),
+    )  # fmt: skip
+
+
+def _check(
+    q: jax.Array,
+    cache_k: jax.Array,
+    cache_v: jax.Array,
+    lengths: jax.Array,
+    new_k: jax.Array,
+    new_v: jax.Array,
+    mask: jax.Array,
+) -> None:
+    if q.ndim != 5:
+        raise native.KernelError(f"{specs.OP}: q of shape {q.shape}: need [B, K, G, T, h]")
+    batch, heads, _, rows, dim = q.shape
+    capacity = cache_k.shape[2] if cache_k.ndim == 4 else 0
+    cached, new = (batch, heads, capacity, dim), (batch, heads, rows, dim)
+    for name, x, shape, dtype in (
+        ("cache_k", cache_k, cached, q.dtype),
+        ("cache_v", cache_v, cached, q.dtype),
+        ("lengths", lengths, (batch,), jnp.dtype(jnp.int32)),
+        ("new_k", new_k, new, q.dtype),
+        ("new_v", new_v, new, q.dtype),
+        ("mask", mask, (batch, rows, rows), jnp.dtype(jnp.bool_)),
+    ):
+        if x.shape != shape or x.dtype != dtype:
+            raise native.KernelError(
+                f"{specs.OP}: {name} is {x.dtype}{list(x.shape)}, q {q.dtype}{list(q.shape)} needs "
+                f"{dtype}{list(shape)}"
+            )
