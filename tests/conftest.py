@@ -1,6 +1,7 @@
 """Test-wide settings: CPU, strict types, and warnings as errors (pyproject.toml).
 
-Strict dtype and rank promotion hold in tests only: they find mistakes here, and cost users of the library nothing.
+Strict dtype and rank promotion hold in tests only: they find mistakes here, and cost users of the
+library nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "test-compi
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-# The first example of a property compiles; that must not read as a slow test. Same examples every run: a failure in
-# CI is a failure here.
+# The first example of a property compiles; that must not read as a slow test. Same examples every
+# run: a failure in CI is a failure here.
 settings.register_profile("default", deadline=None, derandomize=True)
 settings.load_profile("default")
 

@@ -1,4 +1,6 @@
-"""Every file in configs/ names its command, its cost and what to expect, and the command is a real one."""
+"""Every file in configs/ names its command, its cost and what to expect, and the command is a real
+one.
+"""
 
 import importlib.util
 import re
@@ -34,7 +36,9 @@ def problems(path: str, text: str) -> list[str]:
     else:
         module, arguments = command.groups()
         if path not in head:
-            found.append(f"its command does not use the file itself ({path}); it says {arguments.strip()!r}")
+            found.append(
+                f"its command does not use the file itself ({path}); it says {arguments.strip()!r}"
+            )
         if importlib.util.find_spec(module) is None:
             found.append(f"its command names {module}, which does not exist")
     if not re.search(r"\bcosts?\b", head, re.IGNORECASE):
@@ -55,15 +59,23 @@ def test_config_names_its_command_cost_and_expectation(path):
     assert not problems(str(path.relative_to(ROOT)), text)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "spec").glob("*.toml")), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs" / "spec").glob("*.toml")), ids=lambda p: p.name
+)
 def test_spec_configs_are_valid(path):
     SpecConfig.from_mapping(tomllib.loads(path.read_text(encoding="utf-8")))
 
 
 def test_the_check_finds_what_is_missing():
-    good = "# What it is.\n# python -m serve.bench --spec-config configs/a.toml\n# Cost: 1 minute. Expect 2x.\nx = 1\n"
+    good = (
+        "# What it is.\n# python -m serve.bench --spec-config configs/a.toml\n# Cost: 1 minute."
+        " Expect 2x.\nx = 1\n"
+    )
     assert problems("configs/a.toml", good) == []
     assert len(problems("configs/a.toml", "x = 1\n" + good)) == 3
     assert "does not use the file" in problems("configs/b.toml", good)[0]
-    assert "does not exist" in problems("configs/a.toml", good.replace("serve.bench", "serve.nothing"))[0]
+    assert (
+        "does not exist"
+        in problems("configs/a.toml", good.replace("serve.bench", "serve.nothing"))[0]
+    )
     assert len(problems("configs/a.toml", good.replace("Cost", "It").replace("Expect", "So"))) == 2

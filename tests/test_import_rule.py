@@ -1,4 +1,6 @@
-"""pallas_kernels <- jetspec_jax <- {train, serve}: nothing imports backwards (architecture.md section 1)."""
+"""pallas_kernels <- jetspec_jax <- {train, serve}: nothing imports backwards (architecture.md
+section 1).
+"""
 
 import ast
 from pathlib import Path
@@ -16,18 +18,24 @@ OURS = set(ALLOWED) | {"tests"}
 
 
 def imports(source: str, package: str) -> list[tuple[int, str]]:
-    """(line, top-level package) of every import statement, inside functions and TYPE_CHECKING, too."""
+    """(line, top-level package) of every import statement, inside functions and TYPE_CHECKING,
+    too.
+    """
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name.split(".")[0]) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            found.append((node.lineno, (node.module or "").split(".")[0] if not node.level else package))
+            found.append(
+                (node.lineno, (node.module or "").split(".")[0] if not node.level else package)
+            )
     return found
 
 
 def violations(source: str, package: str) -> list[tuple[int, str]]:
-    return [(line, name) for line, name in imports(source, package) if name in OURS - ALLOWED[package]]
+    return [
+        (line, name) for line, name in imports(source, package) if name in OURS - ALLOWED[package]
+    ]
 
 
 @pytest.mark.parametrize("package", ALLOWED)
@@ -59,4 +67,6 @@ def test_the_rule_finds_a_backward_import(package, line):
 
 
 def test_the_rule_lets_the_allowed_direction_through():
-    assert not violations("import jax\nfrom pallas_kernels import dispatch\nfrom .config import X", "jetspec_jax")
+    assert not violations(
+        "import jax\nfrom pallas_kernels import dispatch\nfrom .config import X", "jetspec_jax"
+    )

@@ -226,7 +226,7 @@ def test_the_choice_is_the_argmax_of_warped_logits_plus_noise():
     """The shortcuts inside `choose` (short list, noise per depth) change nothing."""
     logits, positions, depth = mixed_batch()
     s = state(*MIXED)
-    column = lambda x: x[:, None]  # noqa: E731
+    column = lambda x: x[:, None]
     warped = warp(logits, column(s.temperature), column(s.top_k), column(s.top_p), column(s.min_p))
     gumbel = noise(s.seed, positions, 500)
     want = np.where(
@@ -278,14 +278,13 @@ def round_of(tree, origin, sampler, max_depth):
     """
     logits = jnp.asarray(LOGITS)[tree.token]
     choice = sampling.choose(logits, origin[:, None] + tree.depth, tree.depth, sampler, max_depth)
-    outcome = jax.vmap(functools.partial(accept, depth=max_depth))(tree, choice)
-    return outcome
+    return jax.vmap(functools.partial(accept, depth=max_depth))(tree, choice)
 
 
 def tree_of(tokens):
     """Root, two siblings at depth 1, one child under each. tokens [B, 5]."""
     count = len(tokens)
-    row = lambda *v: jnp.tile(jnp.array(v, jnp.int32), (count, 1))  # noqa: E731
+    row = lambda *v: jnp.tile(jnp.array(v, jnp.int32), (count, 1))
     return Tree(
         token=jnp.asarray(tokens, jnp.int32),
         parent=row(-1, 0, 0, 1, 2),
