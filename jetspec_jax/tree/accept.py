@@ -15,11 +15,12 @@ class Acceptance:
     """Outcome of one verification of one sequence.
 
     Attributes:
-        path: `[D+1]` int32 slots of the accepted path in depth order, path[0] = 0; past the end it repeats the
-            last accepted slot.
+        path: `[D+1]` int32 slots of the accepted path in depth order, path[0] = 0; past the end it
+            repeats the last accepted slot.
         accepted: int32, accepted nodes below the root; the round commits accepted + 1 tokens.
         bonus: int32, the target's choice after the last accepted node.
-        had_node: `[D]` bool, the tree had a valid node at depth k+1 (denominator of acceptance per depth).
+        had_node: `[D]` bool, the tree had a valid node at depth k+1 (denominator of acceptance per
+            depth).
     """
 
     path: Array
@@ -31,14 +32,16 @@ class Acceptance:
 def accept(tree: Tree, choice: Array, *, depth: int | None = None) -> Acceptance:
     """Follows the target's choices from the root, vectorised (algorithm.md section 5).
 
-    A node matches when it holds the token the target chose at its parent; it is accepted when all of its
-    ancestors match too. At most one node per depth is accepted, because siblings hold distinct tokens: every
-    builder, `merge` and `lookup_tree` guarantee that.
+    A node matches when it holds the token the target chose at its parent; it is accepted when all
+    of its ancestors match too. At most one node per depth is accepted, because siblings hold
+    distinct tokens: every builder, `merge` and `lookup_tree` guarantee that.
 
     Args:
         tree: N slots.
-        choice: `[N]` int32, the target's token after each node (argmax, or its sample). Unused at invalid slots.
-        depth: static bound D on the depth of the tree; None: N-1. Nodes deeper than D are not looked at.
+        choice: `[N]` int32, the target's token after each node (argmax, or its sample). Unused at
+            invalid slots.
+        depth: static bound D on the depth of the tree; None: N-1. Nodes deeper than D are not
+            looked at.
 
     Returns:
         The accepted path; shapes by D.

@@ -1,7 +1,7 @@
-"""Tree builders: which `budget` nodes of the candidates are worth verifying (algorithm.md section 4).
+"""Tree builders: which nodes of the candidates are worth verifying (algorithm.md section 4).
 
-A node's score is the sum of log-probabilities along its path. Scores only fall with depth, hence the B
-best-scoring prefixes are closed under taking parents and form the best tree of B nodes.
+A node's score is the sum of log-probabilities along its path. Scores only fall with depth, hence
+the B best-scoring prefixes are closed under taking parents and form the best tree of B nodes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def build_tree(
 ) -> Tree:
     """Builds the tree to verify in this round.
 
-    Ties go to the lower depth, then the lower parent index, then the lower rank; same input, same tree.
-    Cutting the arrays to n slots gives the tree of budget n, for every builder. Scores never rise along the
-    array except for `accum_logp`, whose slots are in the published order of addition (a cut of a sorted
-    all-children tree would not be an all-children tree).
+    Ties go to the lower depth, then the lower parent index, then the lower rank; same input, same
+    tree. Cutting the arrays to n slots gives the tree of budget n, for every builder. Scores never
+    rise along the array except for `accum_logp`, whose slots are in the published order of addition
+    (a cut of a sorted all-children tree would not be an all-children tree).
 
     Args:
         cands: candidates of one sequence, tokens `[D, W]`, logp `[D, W, W]`.
@@ -70,10 +70,11 @@ def build_tree(
 
 
 def conditional_table(cands: Candidates, max_depth: Array | int) -> Array:
-    """`cands.logp` with everything that must not become a node at -inf. `[D, W, W]` float32, at most 0.
+    """`cands.logp` with everything that must not become a node at -inf: `[D, W, W]` float32, <= 0.
 
-    Removes: missing tokens, depths past `max_depth`, NaN (a head that blew up drafts nothing; the target still
-    decides every token) and repeats of a token within a depth, for siblings must differ (see `accept`).
+    Removes: missing tokens, depths past `max_depth`, NaN (a head that blew up drafts nothing; the
+    target still decides every token) and repeats of a token within a depth, for siblings must
+    differ (see `accept`).
     """
     depth, width = cands.tokens.shape
     later = np.tril(np.ones((width, width), bool), -1)  # [b, a]: a ranks before b
@@ -87,15 +88,17 @@ def conditional_table(cands: Candidates, max_depth: Array | int) -> Array:
 
 
 def top2gap_cap(table: Array, beta: float, g0: float) -> Array:
-    """Children worth keeping under each parent: max(1, round(W sigmoid(-beta (gap - g0)))). `[D, W]` int32.
+    """Children kept per parent, max(1, round(W sigmoid(-beta (gap - g0)))): `[D, W]` int32.
 
-    `gap` is the distance in nats between the two best children. With repeated rows (no path head) this is the
-    published cap per depth; with a path head every parent has its own.
+    `gap` is the distance in nats between the two best children. With repeated rows (no path head)
+    this is the published cap per depth; with a path head every parent has its own.
     """
     width = table.shape[-1]
     best = jnp.max(table, axis=-1)
     first = jnp.argmax(table, axis=-1).astype(jnp.int32)
-    rest = jnp.where(np.arange(width, dtype=np.int32)[None, None] == first[..., None], _NEVER, table)
+    rest = jnp.where(
+        np.arange(width, dtype=np.int32)[None, None] == first[..., None], _NEVER, table
+    )
     second = jnp.max(rest, axis=-1)
     gap = jnp.where(second > _NEVER, best - second, jnp.inf)  # one child only: cap 1
     return jnp.maximum(jnp.round(width * jax.nn.sigmoid(-beta * (gap - g0))), 1.0).astype(jnp.int32)
@@ -104,11 +107,11 @@ def top2gap_cap(table: Array, beta: float, g0: float) -> Array:
 def histogram_cap(
     histogram: tuple[tuple[float, ...], ...] | None, threshold: float, depth: int, width: int
 ) -> np.ndarray:
-    """Children kept per depth from a recorded acceptance table: up to the last rank at or above `threshold`.
+    """Children kept per depth: up to the last rank that a recorded table puts at `threshold`.
 
     Args:
-        histogram: depth x rank, share of rounds whose accepted node at that depth had that rank. Depths past
-            the table use its last row.
+        histogram: depth x rank, share of rounds whose accepted node at that depth had that rank.
+            Depths past the table use its last row.
         threshold: share below which a rank is not worth a node.
         depth: D.
         width: W.
@@ -121,7 +124,7 @@ def histogram_cap(
     """
     if not histogram or len({len(row) for row in histogram}) != 1 or not histogram[0]:
         raise ConfigError(
-            "SpecConfig.histogram is missing or ragged; give equal rows of acceptance, one row per depth"
+            "SpecConfig.histogram is missing or ragged; give rows of equal length, one per depth"
         )
     rows = np.asarray(histogram, np.float64)[np.minimum(np.arange(depth), len(histogram) - 1)]
     last = np.where(rows >= threshold, np.arange(1, rows.shape[1] + 1), 1).max(axis=1)
@@ -129,7 +132,7 @@ def histogram_cap(
 
 
 def _cap(table: Array, cap: Array | np.ndarray) -> Array:
-    """Drops the children of each parent that rank `cap` or worse in its row (ties: lower rank first)."""
+    """Drops the children past the `cap` best of each parent (ties: lower rank first)."""
     width = table.shape[-1]
     later = np.tril(np.ones((width, width), bool), -1)[None, None]
     mine, other = table[..., :, None], table[..., None, :]
@@ -140,12 +143,13 @@ def _cap(table: Array, cap: Array | np.ndarray) -> Array:
 def _frontiers(table: Array, nodes: int) -> tuple[Array, Array, Array, np.ndarray]:
     """The best nodes of each depth: enough of them to hold the `nodes` best below the root.
 
-    A node at depth d brings d-1 ancestors along, so at most nodes-d+1 of that depth are ever chosen.
+    A node at depth d brings d-1 ancestors along, so at most nodes-d+1 of that depth are ever
+    chosen.
 
     Returns:
-        score, rank, parent `[M]` over all depths, shallow first, best first within a depth (the order that
-        makes a stable top-k break ties as documented); parent is an index into the same arrays, -1 below the
-        root. And the depth of each, `[M]`, known at trace time.
+        score, rank, parent `[M]` over all depths, shallow first, best first within a depth (the
+        order that makes a stable top-k break ties as documented); parent is an index into the same
+        arrays, -1 below the root. And the depth of each, `[M]`, known at trace time.
     """
     depth, width, _ = table.shape
     scores, ranks, parents, depths = [], [], [], []
@@ -188,7 +192,7 @@ def _exact(tokens: Array, table: Array, root_token: Array, budget: int) -> Tree:
 
 
 def _chain(tokens: Array, table: Array, root_token: Array, budget: int) -> Tree:
-    """One path: at each depth the best child of the node before (what a chain drafter would sample at T=0)."""
+    """One path: at each depth the best child of the node before, as a greedy chain drafter."""
     depth = min(tokens.shape[0], budget - 1)
     # The best child of every possible parent at once; then only the walk is sequential.
     best = jnp.max(table[:depth], axis=-1)
@@ -204,11 +208,12 @@ def _chain(tokens: Array, table: Array, root_token: Array, budget: int) -> Tree:
 
 
 def _all_children(tokens: Array, table: Array, root_token: Array, budget: int) -> Tree:
-    """All children of the best nodes, as published: pop the best node, add its W children, until full.
+    """The published builder: pop the best node, add all of its W children, until full.
 
-    The nodes popped are, in order, the best prefixes that can have children: an exact tree one depth
-    shallower. A last pop that does not fit adds its children of lowest rank. Assumes W candidates at every
-    depth, as the published builder; missing candidates leave slots invalid at the end instead.
+    The nodes popped are, in order, the best prefixes that can have children: an exact tree one
+    depth shallower. A last pop that does not fit adds its children of lowest rank. Assumes W
+    candidates at every depth, as the published builder; missing candidates leave slots invalid at
+    the end instead.
     """
     depth, width, _ = table.shape
     pops = -(-(budget - 1) // width)
@@ -275,4 +280,6 @@ def _pad(tree: Tree, budget: int) -> Tree:
     if more <= 0:
         return tree
     blank = Tree(token=0, parent=0, depth=0, score=_NEVER, rank=-1, source=0, valid=False)
-    return jax.tree.map(lambda leaf, value: jnp.pad(leaf, (0, more), constant_values=value), tree, blank)
+    return jax.tree.map(
+        lambda leaf, value: jnp.pad(leaf, (0, more), constant_values=value), tree, blank
+    )

@@ -31,10 +31,11 @@ def lookup_tree(chains: Chains, root_token: Array, budget: int, max_depth: Array
 def merge(tree: Tree, chains: Chains, budget: int, max_depth: Array | int) -> Tree:
     """Merges lookup chains into a tree and keeps the `budget` best nodes.
 
-    A path offered by both is one node (source BOTH) whose probability is that of "at least one is right",
-    1 - (1-p)(1-q): agreement is evidence. Paths shared by several chains are one node with the best of their
-    scores. Scores never rise along a path, so the best nodes are closed under parents; they are sorted by
-    score, then depth, then input order, so that every cut of the arrays is the best smaller tree.
+    A path offered by both is one node (source BOTH) whose probability is that of "at least one is
+    right", 1 - (1-p)(1-q): agreement is evidence. Paths shared by several chains are one node with
+    the best of their scores. Scores never rise along a path, so the best nodes are closed under
+    parents; they are sorted by score, then depth, then input order, so that every cut of the arrays
+    is the best smaller tree.
 
     Args:
         tree: N slots, any builder, siblings distinct, scores falling along paths.
@@ -90,7 +91,8 @@ def merge(tree: Tree, chains: Chains, budget: int, max_depth: Array | int) -> Tr
     merged_source = jnp.where(met & (tree.source == HEAD), BOTH, tree.source)
     sources = jnp.concatenate([merged_source, jnp.asarray(np.full_like(blank, LOOKUP))])
 
-    # Place of every node in the result by counting who goes before: one fused compare instead of a sort.
+    # Place of every node in the result by counting who goes before: one fused compare instead of a
+    # sort.
     score = settle(score)
     total = score.shape[0]
     index = np.arange(total, dtype=np.int32)
@@ -124,7 +126,7 @@ def merge(tree: Tree, chains: Chains, budget: int, max_depth: Array | int) -> Tr
 
 
 def _chain_paths(chains: Chains, max_depth: Array | int) -> tuple[Array, Array, Array]:
-    """Validity, path score and owner (first chain with the same path) of every chain token, `[R, D]` each."""
+    """Validity, path score and owner (first chain with the same path): `[R, D]` each."""
     branches, depth = chains.token.shape
     upto = np.tril(np.ones((depth, depth), bool))  # [d, e]: e is on the path to d
     deep = np.arange(depth, dtype=np.int32) >= jnp.asarray(max_depth, jnp.int32)
@@ -143,7 +145,7 @@ def _chain_paths(chains: Chains, max_depth: Array | int) -> tuple[Array, Array, 
 
 
 def _slots_on_chains(tree: Tree, token: Array, valid: Array) -> Array:
-    """Slot of the tree that holds the path of each chain token, -1 where there is none. `[R, D]` int32."""
+    """Slot of the tree that holds the path of each chain token, else -1: `[R, D]` int32."""
     slots = tree.token.shape[0]
     depth = token.shape[1]
     here = np.arange(slots, dtype=np.int32)

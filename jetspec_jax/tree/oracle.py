@@ -1,4 +1,4 @@
-"""Slow, plain numpy and Python versions of the tree functions: what the fast ones are tested against.
+"""Slow, plain versions of the tree functions: what the fast ones are tested against.
 
 Also the constructors of scripted trees (`tree_from_paths`, `tree_from_nodes`).
 """
@@ -20,7 +20,7 @@ Path = tuple[int, ...]  # ranks (or tokens) from depth 1 down
 def best_prefixes(
     tokens: np.ndarray, logp: np.ndarray, budget: int, max_depth: int | None = None
 ) -> list[tuple[Path, float]]:
-    """The best `budget` prefixes by a heap: pop the best, push its children. Ranks and path score, best first.
+    """The best `budget` prefixes by a heap (pop the best, push its children), best first.
 
     Args:
         tokens: `[D, W]`, -1 is no candidate.
@@ -77,11 +77,14 @@ def all_children(
 
 
 def expected_commit_length(nodes: Sequence[tuple[Path, float]]) -> float:
-    """Tokens a round commits on average if the scores are the truth: 1 + sum of path probabilities."""
+    """Tokens a round commits on average if the scores are true: sum of path probabilities, the
+    root's 1 standing for the bonus token."""
     return float(sum(np.exp(score) for _, score in nodes))
 
 
-def walk(token: Sequence[int], parent: Sequence[int], valid: Sequence[bool], choice: Sequence[int]) -> list[int]:
+def walk(
+    token: Sequence[int], parent: Sequence[int], valid: Sequence[bool], choice: Sequence[int]
+) -> list[int]:
     """Slots accepted by a plain walk from the root, root included."""
     path = [0]
     while True:
@@ -114,7 +117,8 @@ def tree_from_nodes(
         The tree, as device arrays.
 
     Raises:
-        ConfigError: a parent that does not come before its child, repeated siblings, or too many nodes.
+        ConfigError: a parent that does not come before its child, repeated siblings, or too many
+            nodes.
     """
     used = len(nodes) + 1
     slots = used if budget is None else budget
@@ -129,7 +133,9 @@ def tree_from_nodes(
     children = [0] * slots
     for slot, (above, value) in enumerate(nodes, 1):
         if not 0 <= above < slot:
-            raise ConfigError(f"node {slot} names parent {above}; parents must come before children")
+            raise ConfigError(
+                f"node {slot} names parent {above}; parents must come before children"
+            )
         token[slot], parent[slot], depth[slot] = value, above, depth[above] + 1
         score[slot] = -float(slot) if scores is None else float(scores[slot - 1])
         rank[slot] = children[above]
@@ -145,8 +151,10 @@ def tree_from_nodes(
     )
 
 
-def tree_from_paths(root_token: int, paths: Sequence[Sequence[int]], *, budget: int | None = None) -> Tree:
-    """A scripted tree holding the given token paths (shared prefixes once), breadth first in memory.
+def tree_from_paths(
+    root_token: int, paths: Sequence[Sequence[int]], *, budget: int | None = None
+) -> Tree:
+    """A scripted tree holding the given token paths, shared prefixes once, breadth first.
 
     Args:
         root_token: token of the root.

@@ -40,8 +40,8 @@ def random_table(
     coarse: bool = False,
     holes: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens `[D, W]` and logp `[D, W, W]`. `coarse` makes exact score ties frequent (sums of -1 and -2 are
-    exact in float32); `holes` removes candidates both ways (token -1, logp -inf)."""
+    """Tokens `[D, W]` and logp `[D, W, W]`. `coarse` makes exact score ties frequent (sums of -1
+    and -2 are exact in float32); `holes` removes candidates both ways (token -1, logp -inf)."""
     rng = np.random.default_rng(seed)
     tokens = np.stack([rng.permutation(width * 4)[:width] for _ in range(depth)]).astype(np.int32)
     if coarse:

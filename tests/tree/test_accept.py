@@ -15,7 +15,7 @@ from tests.tree.common import accept_program, as_candidates, builder_program, ra
 DEPTH, WIDTH = 5, 4
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**31 - 1),
     budget=st.sampled_from((2, 16, 40)),

@@ -1,4 +1,5 @@
-"""Builders against the heap oracle; the rules every tree must satisfy; ties, cuts, batches, edges."""
+"""Builders against the heap oracle; the rules every tree must satisfy; ties, cuts, batches,
+edges."""
 
 from __future__ import annotations
 
@@ -16,7 +17,6 @@ from jetspec_jax.tree.build import conditional_table, histogram_cap, top2gap_cap
 from tests.tree.common import (
     HISTOGRAM,
     ROOT,
-    SPEC,
     as_candidates,
     assert_trees_equal,
     builder_program,
@@ -25,9 +25,9 @@ from tests.tree.common import (
 )
 
 DEPTH, WIDTH = 5, 4
-BUDGETS = (2, 7, 16, 40)
+BUDGETS = (2, 16, 40)
 seeds = st.integers(0, 2**31 - 1)
-fuzz = settings(max_examples=40, deadline=None)
+fuzz = settings(max_examples=25)
 
 
 def build(tokens, logp, builder="exact", budget=16, max_depth=DEPTH):
@@ -94,7 +94,7 @@ def test_every_cut_is_the_smaller_tree(builder, seed):
     whole = build(tokens, logp, builder, 40)
     if builder != "accum_logp":
         assert (np.diff(np.asarray(whole.score)[np.asarray(whole.valid)]) <= 0).all()
-    for nodes in (1, 2, 7, 16):
+    for nodes in (1, 2, 16):
         assert_trees_equal(prune(whole, nodes), build(tokens, logp, builder, nodes))
 
 
@@ -102,7 +102,7 @@ def test_ties_go_to_lower_depth_then_parent_then_rank():
     tokens, _ = random_table(0, 2, 2)
     logp = np.zeros((2, 2, 2), np.float32)
     logp[0, 0] = [0.0, -0.0]  # -0 ties with 0
-    tree = builder_program("exact", 7)(as_candidates(tokens, logp), jnp.int32(2))
+    tree = builder_program("exact", 16)(as_candidates(tokens, logp), jnp.int32(2))
     assert oracle.paths_of(tree, "rank") == [(), (0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
 
 
@@ -153,9 +153,9 @@ def test_no_candidates_at_all_gives_the_root():
     tokens = np.full((DEPTH, WIDTH), -1, np.int32)
     logp = np.full((DEPTH, WIDTH, WIDTH), -np.inf, np.float32)
     for builder in BUILDERS:
-        tree = build(tokens, logp, builder, 7)
+        tree = build(tokens, logp, builder, 16)
         check_shape_rules(tree)
-        np.testing.assert_array_equal(np.asarray(tree.valid), [True] + [False] * 6)
+        np.testing.assert_array_equal(np.asarray(tree.valid), [True] + [False] * 15)
         assert int(tree.token[0]) == ROOT
 
 
@@ -163,15 +163,8 @@ def test_no_candidates_at_all_gives_the_root():
 @pytest.mark.parametrize(("depth", "width"), [(1, 1), (1, 4), (4, 1)])
 def test_narrow_and_shallow_shapes(builder, depth, width):
     tokens, logp = random_table(8, depth, width)
-    for budget in (1, 2, 3, 12):
-        tree = build_tree(
-            as_candidates(tokens, logp),
-            jnp.int32(ROOT),
-            builder=builder,
-            budget=budget,
-            max_depth=depth,
-            spec=SPEC,
-        )
+    for budget in (1, 3, 12):
+        tree = builder_program(builder, budget)(as_candidates(tokens, logp), jnp.int32(depth))
         check_shape_rules(tree)
         assert tree.token.shape == (budget,)
         full = {"chain": depth}.get(builder, depth if width == 1 else width)
@@ -235,5 +228,9 @@ def test_bad_builder_and_budget_are_refused():
     ):
         with pytest.raises(ConfigError, match=text):
             build_tree(
-                as_candidates(tokens, logp), jnp.int32(0), max_depth=2, spec=SpecConfig(), **keywords
+                as_candidates(tokens, logp),
+                jnp.int32(0),
+                max_depth=2,
+                spec=SpecConfig(),
+                **keywords,
             )
