@@ -202,6 +202,10 @@ class ShardWriter:
         self.pending = []
 
 
+def _common_prefix(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 class Regenerator:
     """Compiled programs and slots of one run."""
 
@@ -218,10 +222,14 @@ class Regenerator:
         idle = np.zeros((cfg.slots,), np.int32)
         self.slots = Slots(self._alloc(batch=cfg.slots), jnp.array(idle), jnp.array(idle), sampling_state([SamplingParams()] * cfg.slots))
         self.writing: list[_Writing | None] = [None] * cfg.slots
+        self._prefilled: list[int] = []
+        self._prefilled_features: list[np.ndarray] = []
 
     def start(self, slot: int, prompt: dict[str, Any], ids: list[int], sampling: SamplingParams) -> None:
         """Prefills all prompt ids but the last and puts the sequence into `slot`."""
-        features, done = [], 0
+        # Prompts share the template's opening: its keys are still in `one`, its features are kept beside it.
+        done = _common_prefix(self._prefilled, ids[:-1])
+        features = [np.concatenate(self._prefilled_features)[:done]] if done else []
         while done < len(ids) - 1:
             piece = ids[done : min(done + _CHUNK, len(ids) - 1)]
             row = np.zeros((1, _CHUNK), np.int32)
@@ -229,11 +237,12 @@ class Regenerator:
             self.one, feats = self._prefill(self.target.params, self.one, row, jnp.asarray([done], jnp.int32))
             features.append(np.asarray(feats[0, : len(piece)]))
             done += len(piece)
+        self._prefilled, self._prefilled_features = ids[:-1], features
         self.slots = self._admit(
             self.slots, self.one, jnp.asarray(slot, jnp.int32), jnp.asarray(ids[-1:], jnp.int32),
             jnp.asarray([done], jnp.int32), sampling_state([sampling]),
         )  # fmt: skip
-        self.writing[slot] = _Writing(prompt["id"], prompt["source"], list(ids), len(ids), features)
+        self.writing[slot] = _Writing(prompt["id"], prompt["source"], list(ids), len(ids), list(features))
 
     def advance(self, stop_ids: set[int]) -> list[_Writing]:
         """Runs `_STEPS` steps; returns the sequences that ended."""
@@ -259,7 +268,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Regenerates until the prompts or the time are used up; returns the accounting."""
     target = load_target(args.model, EngineConfig(kernels=args.kernels), lambda m: print(m, file=sys.stderr, flush=True))
     taps = tuple(args.taps) if args.taps else default_layer_ids(args.num_taps, target.config.num_layers)
-    cfg = RegenConfig(args.slots, args.max_prompt, args.max_new, taps, Numerics(attention_chunk=128))
+    cfg = RegenConfig(args.slots, args.max_prompt, args.max_new, taps, Numerics(native=target.kernels == "cpu", attention_chunk=128))
     writer = ShardWriter(Path(args.out))
     meta = {
         "target": target.config.name, "hidden_size": target.config.hidden_size, "taps": list(taps),

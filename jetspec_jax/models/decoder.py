@@ -16,14 +16,29 @@ from jetspec_jax.models.rope import apply_rope, rope_tables
 from jetspec_jax.models.spec import Declaration, WeightSpec
 from jetspec_jax.numerics import fold_attention, linear, online_attention, take_rows
 from jetspec_jax.typing import Array, Params, PyTree
+from pallas_kernels.tree_attention import tree_attention
 
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
-    """How rows are computed. `bitwise`: order-true attention and norms (algorithm.md section 6, level 2)."""
+    """How rows are computed.
+
+    Attributes:
+        bitwise: order-true attention and norms (algorithm.md section 6, level 2).
+        native: attention by the native CPU kernel, which is order-true in any case.
+        attention_chunk: keys per loop turn of the XLA forms; cache capacities are multiples of it.
+    """
 
     bitwise: bool = False
+    native: bool = False
     attention_chunk: int = 256
+
+    def attend(self, *operands: Array, scale: float) -> Array:
+        """`numerics.online_attention` or another implementation of the same function."""
+        if self.native:
+            return tree_attention(*operands, scale=scale, implementation="cpu")
+        form = fold_attention if self.bitwise else online_attention
+        return form(*operands, scale=scale, chunk=self.attention_chunk)
 
 
 FAST = Numerics()
@@ -146,7 +161,6 @@ def forward_block(
     """
     x = embed_tokens(params, tokens)
     cos, sin = (t[:, None] for t in rope_tables(cfg.rope, cfg.head_dim, positions))
-    attend = fold_attention if numerics.bitwise else online_attention
     batch, rows = tokens.shape
     group = cfg.num_heads // cfg.num_kv_heads
     new_k, new_v, tapped = [], [], {}
@@ -163,10 +177,7 @@ def forward_block(
             q, k = norm(q, p["q_norm"]), norm(k, p["k_norm"])
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         q = q.reshape(batch, cfg.num_kv_heads, group, rows, cfg.head_dim)
-        out = attend(
-            q, cache_k[i], cache_v[i], lengths, k, v, mask,
-            scale=cfg.head_dim**-0.5, chunk=numerics.attention_chunk,
-        )  # fmt: skip
+        out = numerics.attend(q, cache_k[i], cache_v[i], lengths, k, v, mask, scale=cfg.head_dim**-0.5)
         out = out.reshape(batch, cfg.num_heads, rows, cfg.head_dim).transpose(0, 2, 1, 3)
         x = x + linear(out.reshape(batch, rows, cfg.q_width), p["o"], p.get("o_bias"))
         h = norm(x, p["mlp_norm"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jetspec_jax.numerics import linear
+from jetspec_jax.numerics import linear, ordered_sum
 from jetspec_jax.typing import Array, PyTree
 
 
@@ -19,17 +19,6 @@ def rms_norm(x: Array, weight: Array, eps: float, *, ordered: bool = False) -> A
     mean = ordered_sum(wide * wide) / x.shape[-1] if ordered else jnp.mean(wide * wide, -1, keepdims=True)
     normed = (wide * jax.lax.rsqrt(mean + eps)).astype(x.dtype)
     return normed * weight.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
-
-
-def ordered_sum(x: Array) -> Array:
-    """Sum over the last axis (kept, size 1) by repeated halving; an odd element is carried to the next level."""
-    while x.shape[-1] > 1:
-        half = x.shape[-1] // 2
-        rest = x[..., 2 * half :]
-        x = x[..., :half] + x[..., half : 2 * half]
-        if rest.shape[-1]:
-            x = jnp.concatenate([x, rest], -1)
-    return x
 
 
 def swiglu(x: Array, gate_up: PyTree, down: PyTree, gate_up_bias: Array | None, down_bias: Array | None) -> Array:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
+from jetspec_jax.numerics.ordered import ordered_sum
 from jetspec_jax.typing import Array
 
 _FOLD_STEP = 8  # keys folded per loop turn: amortises the loop's overhead, does not change the order
@@ -154,11 +155,4 @@ def _scores_rowwise(q: Array, k: Array, scale: float) -> Array:
     The products over h are summed by halving: elementwise adds, an order that no matmul tiling can change.
     """
     prod = q[:, :, :, None, :].astype(jnp.float32) * k[:, :, None, :, :].astype(jnp.float32)
-    while prod.shape[-1] > 1:
-        n = prod.shape[-1]
-        half = n // 2
-        rest = prod[..., 2 * half :]
-        prod = prod[..., :half] + prod[..., half : 2 * half]
-        if n % 2:
-            prod = lax.concatenate([prod[..., : half - 1], prod[..., half - 1 :] + rest], 3 + 1)
-    return prod[..., 0] * scale
+    return ordered_sum(prod)[..., 0] * scale

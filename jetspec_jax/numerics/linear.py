@@ -1,4 +1,4 @@
-"""One entry for every projection: plain [out, in] arrays go through XLA, packed weights to their kernel."""
+"""One entry for every projection: packed weights go to their kernel, plain [out, in] arrays through XLA."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import jax.numpy as jnp
 from jax import lax
 
 from jetspec_jax.typing import Array, PyTree
+from pallas_kernels import row_invariant_matmul as rim
+
+# Up to this many rows XLA's CPU matmul is 10 to 20% faster with the weight as its left operand (NOTES.md, 2026-11-30).
+_WEIGHT_FIRST_ROWS = 64
 
 
 def linear(x: Array, w: PyTree, bias: Array | None = None) -> Array:
-    """x [..., in] times w [out, in] transposed -> [..., out] in x.dtype, accumulated in float32.
-
-    With up to 64 rows XLA's CPU matmul is 10 to 20% faster when the weight is its left operand (measured,
-    NOTES.md 2026-11-30), hence `w @ x.T` and a transpose of the small result.
-    """
-    if hasattr(w, "matmul"):
-        y = w.matmul(x).astype(x.dtype)
+    """x [..., in] times w [out, in] transposed -> [..., out] in x.dtype, accumulated in float32."""
+    if isinstance(w, rim.PackedWeight):
+        y = rim.matmul(x, w).astype(x.dtype)
     else:
         rows = x.reshape(-1, x.shape[-1])
         w = w.astype(x.dtype)
-        if rows.shape[0] <= 64:
-            y = lax.dot_general(w, rows, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32).T
+        contract = (((1,), (1,)), ((), ()))
+        if rows.shape[0] <= _WEIGHT_FIRST_ROWS:
+            y = lax.dot_general(w, rows, contract, preferred_element_type=jnp.float32).T
         else:
-            y = lax.dot_general(rows, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+            y = lax.dot_general(rows, w, contract, preferred_element_type=jnp.float32)
         y = y.astype(x.dtype).reshape(*x.shape[:-1], w.shape[0])
     if bias is None:
         return y
@@ -31,6 +32,4 @@ def linear(x: Array, w: PyTree, bias: Array | None = None) -> Array:
 
 def take_rows(w: PyTree, ids: Array) -> Array:
     """Rows `ids` [...] of a [V, H] table, packed or not -> [..., H]."""
-    if hasattr(w, "take_rows"):
-        return w.take_rows(ids)
-    return w[ids]
+    return rim.take_rows(w, ids) if isinstance(w, rim.PackedWeight) else w[ids]

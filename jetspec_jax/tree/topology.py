@@ -162,3 +162,12 @@ def expected_commit(tree: Tree) -> Array:
     every prefix.
     """
     return jnp.sum(jnp.where(tree.valid, jnp.exp(tree.score), 0.0))
+
+
+def padded_root(root_token: Array, nodes: int) -> Tree:
+    """`root_only` with `nodes` slots, all but the root invalid: the tree of a round that does not draft."""
+    more = nodes - 1
+    blank = Tree(token=0, parent=0, depth=0, score=-jnp.inf, rank=-1, source=0, valid=False)
+    return jax.tree.map(
+        lambda leaf, value: jnp.pad(leaf, (0, more), constant_values=value), root_only(root_token), blank
+    )

@@ -1,0 +1,104 @@
+"""From the state to a tree: the draft head, prompt lookup, both merged, or nothing, behind one function."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jetspec_jax import drafter
+from jetspec_jax.cache import KVCache, append
+from jetspec_jax.models.decoder import embed_tokens
+from jetspec_jax.plan import RoundPlan
+from jetspec_jax.sampling import position_key, token_noise
+from jetspec_jax.state import RUNNING, DecodeState, EngineParams
+from jetspec_jax.tree import Candidates, Tree, build_tree, lookup_candidates, lookup_tree, merge
+from jetspec_jax.tree.topology import padded_root
+from jetspec_jax.typing import Array
+
+
+def extend_context(
+    plan: RoundPlan, params: EngineParams, context: KVCache, taps: Array, positions: Array, start: Array
+) -> KVCache:
+    """Drafter context of newly committed rows: fuse the taps [B, T, n, H], project, append at `start` [B].
+
+    Only new rows are projected; the published fast path recomputes the whole context every round.
+    """
+    ctx = drafter.fuse(params.draft, plan.head, taps)
+    k, v = zip(*drafter.context_kv(params.draft, plan.head, ctx, positions), strict=True)
+    return append(context, k, v, start)
+
+
+def draft_tree(plan: RoundPlan, params: EngineParams, state: DecodeState, draft_now: Array) -> Tree:
+    """The tree of the round for every sequence, leaves [B, N] with N the largest budget.
+
+    Args:
+        plan, params, state: of the round.
+        draft_now: [] bool; False gives trees of the root alone at no cost.
+    """
+    anchor = jnp.take_along_axis(state.tokens, state.committed[:, None] - 1, axis=1)[:, 0]
+    nodes = plan.budgets[-1]
+
+    def nothing() -> Tree:
+        return jax.vmap(lambda token: padded_root(token, nodes))(anchor)
+
+    if not plan.drafts:
+        return nothing()
+    # A round commits up to depth + 1 tokens, so the last depth that can still be delivered is room - 1.
+    room = state.limit - state.committed
+    drafting = state.speculate & (state.status == RUNNING)
+    max_depth = jnp.where(drafting, jnp.clip(room - 1, 0, plan.depth), 0)
+
+    def draft() -> Tree:
+        spec = plan.spec
+        if plan.uses_head:
+            cands = _head_candidates(plan, params, state, anchor)
+            tree = jax.vmap(
+                lambda c, a, m: build_tree(c, a, builder=spec.builder, budget=nodes, max_depth=m, spec=spec)
+            )(cands, anchor, max_depth)
+            if spec.drafter == "head":
+                return tree
+        chains = jax.vmap(
+            lambda t, n: lookup_candidates(
+                t, n, ngram=spec.lookup_ngram, branches=spec.lookup_branches, depth=plan.depth
+            )
+        )(state.tokens, state.committed)
+        if not plan.uses_head:
+            return jax.vmap(lambda c, a, m: lookup_tree(c, a, nodes, m))(chains, anchor, max_depth)
+        return jax.vmap(lambda t, c, m: merge(t, c, nodes, m))(tree, chains, max_depth)
+
+    return lax.cond(draft_now, draft, nothing)
+
+
+def _head_candidates(plan: RoundPlan, params: EngineParams, state: DecodeState, anchor: Array) -> Candidates:
+    """One causal parallel forward of the head on [anchor, MASK, ...] -> candidates per depth, leaves [B, D, ...]."""
+    head = plan.head
+    block = drafter.block_inputs(head, anchor[:, None], state.cached[:, None])
+    embeds = embed_tokens(params.target, block.tokens)
+    hidden = drafter.draft_block(
+        params.draft, head, embeds, block.positions, state.context.k, state.context.v, state.cached[:, None],
+        chunk=plan.numerics.attention_chunk,
+    )  # fmt: skip
+    logits = drafter.draft_scores(params.draft, head, params.draft_lm, hidden[:, 0, : plan.depth])
+    ids = params.draft_ids
+    if ids is None:
+        ids = jnp.arange(head.vocab_size, dtype=jnp.int32)
+    sampling = state.sampling
+    depths = jnp.arange(1, plan.depth + 1, dtype=jnp.int32)
+
+    def noise() -> Array:
+        # The target's own noise of these positions: ranking with it keeps acceptance high at T > 0.
+        def row(seed: Array, anchor_position: Array) -> Array:
+            keys = jax.vmap(position_key, (None, 0))(seed, anchor_position + depths)
+            return jax.vmap(lambda key: token_noise(key, ids))(keys)
+
+        drawn = jax.vmap(row)(sampling.seed, state.cached)
+        return jnp.where((sampling.temperature > 0)[:, None, None], drawn, 0.0)
+
+    # [B, D, Vd]; a batch without sampling adds zeros
+    drawn = lax.cond(jnp.any(sampling.temperature > 0), noise, lambda: jnp.zeros(logits.shape, jnp.float32))
+    return jax.vmap(
+        lambda row, a, t, n: drafter.candidates(
+            params.draft, head, row, a, params.draft_ids, plan.spec.width, temperature=t, noise=n
+        )
+    )(logits, anchor, sampling.temperature, drawn)
