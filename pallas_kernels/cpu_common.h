@@ -77,6 +77,91 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 constexpr int kLanes = sizeof(Vec) / sizeof(float);
 
+// ---- Exact conversions to fp32, one vector at a time ----------------------------------------------------------------
+inline float half_to_float(uint16_t h) {
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023;
+  if (exponent == 0) return (sign ? -1.0f : 1.0f) * static_cast<float>(mantissa) * 0x1p-24f;
+  const uint32_t bits = sign | (exponent == 31 ? 0x7F800000u : (exponent + 112) << 23) | mantissa << 13;
+  float v;
+  std::memcpy(&v, &bits, sizeof(v));
+  return v;
+}
+
+#if JETSPEC_FORM == 3
+inline __m512i bytes_to_ints(const void* p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+}
+inline Vec load_half(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
+inline Vec load_bfloat(const void* p) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+inline Vec load_int8(const void* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
+}
+inline void load_nibbles(const void* p, Vec& low, Vec& high) {
+  const __m512i v = bytes_to_ints(p);
+  low = _mm512_cvtepi32_ps(_mm512_and_si512(v, _mm512_set1_epi32(15)));
+  high = _mm512_cvtepi32_ps(_mm512_srli_epi32(v, 4));
+}
+#elif JETSPEC_FORM == 2
+inline __m256i bytes_to_ints(const void* p) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
+}
+inline Vec load_half(const void* p) {
+  float lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    uint16_t h;
+    std::memcpy(&h, static_cast<const char*>(p) + 2 * i, sizeof(h));
+    lanes[i] = half_to_float(h);
+  }
+  return load(lanes);
+}
+inline Vec load_bfloat(const void* p) {
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+inline Vec load_int8(const void* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
+}
+inline void load_nibbles(const void* p, Vec& low, Vec& high) {
+  const __m256i v = bytes_to_ints(p);
+  low = _mm256_cvtepi32_ps(_mm256_and_si256(v, _mm256_set1_epi32(15)));
+  high = _mm256_cvtepi32_ps(_mm256_srli_epi32(v, 4));
+}
+#else
+template <typename Lane>
+inline Vec load_lanes(Lane lane) {
+  float lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) lanes[i] = lane(i);
+  return load(lanes);
+}
+inline uint16_t short_at(const void* p, int i) {
+  uint16_t h;
+  std::memcpy(&h, static_cast<const char*>(p) + 2 * i, sizeof(h));
+  return h;
+}
+inline Vec load_half(const void* p) {
+  return load_lanes([p](int i) { return half_to_float(short_at(p, i)); });
+}
+inline Vec load_bfloat(const void* p) {
+  return load_lanes([p](int i) {
+    const uint32_t bits = static_cast<uint32_t>(short_at(p, i)) << 16;
+    float v;
+    std::memcpy(&v, &bits, sizeof(v));
+    return v;
+  });
+}
+inline Vec load_int8(const void* p) {
+  return load_lanes([p](int i) { return static_cast<float>(static_cast<const int8_t*>(p)[i]); });
+}
+inline void load_nibbles(const void* p, Vec& low, Vec& high) {
+  const uint8_t* q = static_cast<const uint8_t*>(p);
+  low = load_lanes([q](int i) { return static_cast<float>(q[i] & 15); });
+  high = load_lanes([q](int i) { return static_cast<float>(q[i] >> 4); });
+}
+#endif
+
 // ---- Floating-point environment ------------------------------------------------------------------------------------
 // XLA's pool threads flush subnormals to zero and the thread that calls a handler may not. The kernels compute with
 // IEEE subnormals and round-to-nearest on every thread, or the bits would depend on which thread took a tile.

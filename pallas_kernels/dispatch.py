@@ -1,4 +1,4 @@
-"""Choice of a kernel's implementation: `auto`, `cpu` (native) or `xla`. One log line says which runs and why."""
+"""Choice of an implementation: `auto`, `cpu` (native) or `xla`; one log line says which and why."""
 
 import functools
 import logging
@@ -23,9 +23,10 @@ def choose(
 
     Args:
       op: name for the log line.
-      implementation: "auto" takes the native kernel where it can be built, else XLA; "cpu" insists; "xla" never
-        touches the compiler.
-      load_native: builds and loads the native kernel, raising `KernelError` where that is impossible.
+      implementation: "auto" takes the native kernel where it can be built, else XLA; "cpu" insists;
+        "xla" never touches the compiler.
+      load_native: builds and loads the native kernel, raising `KernelError` where that is
+        impossible.
 
     Returns:
       "cpu" or "xla".
@@ -35,7 +36,8 @@ def choose(
     """
     if implementation not in get_args(Implementation):
         raise KernelError(
-            f"unknown kernel implementation {implementation!r}: use one of {get_args(Implementation)}"
+            f"unknown kernel implementation {implementation!r}: use one of "
+            f"{', '.join(get_args(Implementation))}"
         )
     if implementation == "xla":
         _log_once(op, "xla", "requested")

@@ -1,8 +1,9 @@
 """Build, load and register the native CPU kernels.
 
-The C++ source of an op lies beside it (`<op>/cpu.cc`). At first use it is compiled with the system's compiler
-against the headers that JAX ships (`jax.ffi.include_dir()`), kept in the user's cache directory under a key made of
-everything the binary depends on, loaded with ctypes and registered with `jax.ffi`. A later process only loads it.
+The C++ source of an op lies beside it (`<op>/cpu.cc`). At first use it is compiled with the
+system's compiler against the headers that JAX ships (`jax.ffi.include_dir()`), kept in the user's
+cache directory under a key made of everything the binary depends on, loaded with ctypes and
+registered with `jax.ffi`. A later process only loads it.
 """
 
 import ctypes
@@ -25,14 +26,14 @@ import jaxlib
 
 COMPILERS = ("c++", "g++", "clang++")
 _COMMON_HEADER = Path(__file__).with_name("cpu_common.h")
-# Contraction is off so that a fused multiply-add appears exactly where the source says so: the bits are then the
-# same for every compiler and vector width.
+# Contraction is off so that a fused multiply-add appears exactly where the source says so: the bits
+# are then the same for every compiler and vector width.
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-w")
 _BUILD_TIMEOUT_S = 120.0
 
 
 class KernelError(RuntimeError):
-    """An explicitly requested kernel implementation that is not available here. The message is one line."""
+    """A requested kernel implementation that is not available here. The message is one line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +55,14 @@ class NativeLibrary:
 
 
 def cache_root() -> Path:
-    """Directory of the compiled kernels: `$XDG_CACHE_HOME` or `~/.cache`, then `jetspec-jax/kernels`."""
+    """The compiled kernels: `jetspec-jax/kernels` in `$XDG_CACHE_HOME` or `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "jetspec-jax" / "kernels"
+
+
+def source_beside(module_file: str) -> Path:
+    """The C++ source of the op whose Python module is `module_file`."""
+    return Path(module_file).with_name("cpu.cc")
 
 
 def _one_line(text: str, limit: int = 300) -> str:
@@ -104,7 +110,7 @@ def _arch_flag() -> str:
 
 
 def build_key(sources: Sequence[Path], compiler: str, flags: Sequence[str]) -> str:
-    """Cache key: the text of all sources, the compiler's version, the flags, the CPU and the jaxlib version."""
+    """Cache key: all source text, compiler version, flags, CPU, jaxlib version."""
     digest = hashlib.sha256()
     for source in sources:
         digest.update(source.read_bytes() + b"\0")
@@ -130,7 +136,7 @@ class _FileLock:
 
 
 def _compile(source: Path, target: Path, compiler: str, flags: Sequence[str]) -> None:
-    """Compiles into a private directory beside `target`, then renames: readers never see half a file."""
+    """Compiles in a private directory, then renames: readers never see half a file."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as scratch:
         output = Path(scratch) / target.name
         command = [compiler, *flags, "-o", str(output), str(source)]
@@ -171,6 +177,7 @@ def _build_and_open(
 
 
 _lock = threading.Lock()
+_registered: dict[str, ctypes.CDLL] = {}  # FFI target names are global to the process
 _loaded: dict[tuple[Path, tuple[str, ...]], NativeLibrary | str] = {}
 
 
@@ -186,8 +193,8 @@ def load(source: Path, symbols: Sequence[str], extra_flags: Sequence[str] = ()) 
       The library, the same object for every later call in this process.
 
     Raises:
-      KernelError: no compiler, a failed build, or a cache directory that cannot be written. The outcome is
-        remembered for the process: it is not tried again at every call.
+      KernelError: no compiler, a failed build, or a cache directory that cannot be written. The
+        outcome is remembered for the process: it is not tried again at every call.
     """
     slot = (source, tuple(extra_flags))
     with _lock:
@@ -220,9 +227,12 @@ def _load(source: Path, symbols: Sequence[str], extra_flags: tuple[str, ...]) ->
         prefix = f"jetspec_{path.parent.name[:12]}"
         targets: dict[str, str] = {}
         for symbol in symbols:
-            targets[symbol] = f"{prefix}_{symbol}"
-            jax.ffi.register_ffi_target(
-                targets[symbol], jax.ffi.pycapsule(getattr(handle, symbol)), platform="cpu"
-            )
+            name = f"{prefix}_{symbol}"
+            targets[symbol] = name
+            if name not in _registered:  # the key is part of the name: same name, same code
+                jax.ffi.register_ffi_target(
+                    name, jax.ffi.pycapsule(getattr(handle, symbol)), platform="cpu"
+                )
+                _registered[name] = handle
         return NativeLibrary(path, targets, seconds > 0.0, seconds, handle)
     raise KernelError("; ".join(failures))

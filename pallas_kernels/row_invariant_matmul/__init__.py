@@ -1,12 +1,22 @@
 """Row-invariant projection: see `api`."""
 
-from pallas_kernels.row_invariant_matmul.api import (
+from pallas_kernels.row_invariant_matmul.api import gated_matmul, matmul
+from pallas_kernels.row_invariant_matmul.packing import (
     PackedWeight,
-    matmul,
     pack,
+    pack_gguf,
     resolve,
     take_rows,
     unpack,
 )
 
-__all__ = ["PackedWeight", "matmul", "pack", "resolve", "take_rows", "unpack"]
+__all__ = [
+    "PackedWeight",
+    "gated_matmul",
+    "matmul",
+    "pack",
+    "pack_gguf",
+    "resolve",
+    "take_rows",
+    "unpack",
+]

@@ -2,15 +2,25 @@
 // one rounding per step (fused multiply-add). The bits of a row therefore depend on nothing but that row and w: not on
 // the number of rows, the row's place, the threads, the tile sizes or the vector width.
 //
-// w is packed in panels of 32 outputs: w[panel][k][32], zero padded. A panel is read once from memory for all rows.
+// w is packed in panels of 32 outputs, zero padded, and a panel is read once from memory for all rows. Weights that are
+// not fp32 are decoded, exactly, into a piece of fp32 panel that stays in the first-level cache; all formats then run
+// the same tiles, so a format changes the speed and never the bits. Layouts (specs.py has the same list):
+//   0 fp32   [panel][k][32] float
+//   1 bf16   [panel][k][32] bfloat16
+//   2 q8_0   [panel][k/32][64 B: 32 scales f16][k%32][32] int8             value = q * scale
+//   3 q4_1   [panel][k/32][64 B: 32 scales f16][64 B: 32 minima f16][(k%32)/2][32] byte, low nibble: even k
+//                                                                         value = q * scale + minimum
 #include "cpu_common.h"
 
 namespace jetspec {
 namespace {
 
 constexpr int kPanel = 32;
+constexpr int kBlock = 32;  // k steps that share a scale
 constexpr int kVectors = kPanel / kLanes;
 constexpr int kMaxRows = 128;  // rows whose accumulators are kept at once (16 KB)
+constexpr int kChunk = 128;    // k steps per pass when several passes share the weights: 16 KB, stays in L1
+constexpr int kAhead = 48;     // k steps of prefetch distance of a single fp32 pass
 
 // Rows of a register tile and vectors beside each other, by the number of vector registers.
 #if JETSPEC_FORM == 3
@@ -20,17 +30,10 @@ constexpr int kTileRows = 6, kTileVectors = 4;
 #else
 constexpr int kTileRows = 6, kTileVectors = 2;
 #endif
-#ifndef JETSPEC_CHUNK
-#define JETSPEC_CHUNK 128
-#endif
-#ifndef JETSPEC_AHEAD
-#define JETSPEC_AHEAD 32
-#endif
-constexpr int kChunk = JETSPEC_CHUNK;   // k steps per pass when several passes share the weights: 16 KB, stays in L1
-constexpr int kAhead = JETSPEC_AHEAD;   // k steps of prefetch distance of a single pass
 
+// ---- Tiles ---------------------------------------------------------------------------------------------------------
 // acc[r][..] += x[r][0..count) * w, for R rows and V vectors. `fetch` walks over weights needed soon, `stride` bytes
-// per step (with 128, the width of a panel row, both of its lines are fetched).
+// per step, two lines a step where one would not be enough.
 template <int R, int V>
 void tile(const float* x, size_t ldx, int count, const float* w, float* acc, bool first, const char* fetch,
           size_t stride) {
@@ -40,8 +43,8 @@ void tile(const float* x, size_t ldx, int count, const float* w, float* acc, boo
   for (int k = 0; k < count; ++k) {
     Vec b[V];
     for (int v = 0; v < V; ++v) b[v] = load(w + static_cast<size_t>(k) * kPanel + v * kLanes);
-    __builtin_prefetch(fetch);
-    if (stride == 128) __builtin_prefetch(fetch + 64);
+    __builtin_prefetch(fetch, 0, 2);
+    if (stride > 64) __builtin_prefetch(fetch + 64, 0, 2);
     fetch += stride;
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
@@ -65,62 +68,210 @@ Tile find_tile(int rows) {
   }
 }
 
+// ---- Formats -------------------------------------------------------------------------------------------------------
+struct F32 {
+  static constexpr size_t bytes(size_t k) { return k * kPanel * 4; }
+};
+
+struct BF16 {
+  static constexpr size_t bytes(size_t k) { return k * kPanel * 2; }
+  static void decode(const uint8_t* from, int count, float* to) {
+    for (int i = 0; i < count * kPanel; i += kLanes) store(to + i, load_bfloat(from + 2 * i));
+  }
+};
+
+struct Q80 {
+  static constexpr size_t kBytes = kPanel * 2 + kBlock * kPanel;
+  static constexpr size_t bytes(size_t k) { return k / kBlock * kBytes; }
+  static void decode(const uint8_t* from, int count, float* to) {
+    for (int k = 0; k < count; k += kBlock, from += kBytes, to += kBlock * kPanel)
+      for (int n = 0; n < kPanel; n += kLanes) {
+        const Vec scale = load_half(from + 2 * n);
+        const uint8_t* q = from + kPanel * 2 + n;
+        for (int i = 0; i < kBlock; ++i) store(to + i * kPanel + n, load_int8(q + i * kPanel) * scale);
+      }
+  }
+};
+
+struct Q41 {
+  static constexpr size_t kBytes = kPanel * 4 + kBlock * kPanel / 2;
+  static constexpr size_t bytes(size_t k) { return k / kBlock * kBytes; }
+  static void decode(const uint8_t* from, int count, float* to) {
+    for (int k = 0; k < count; k += kBlock, from += kBytes, to += kBlock * kPanel)
+      for (int n = 0; n < kPanel; n += kLanes) {
+        const Vec scale = load_half(from + 2 * n), minimum = load_half(from + kPanel * 2 + 2 * n);
+        const uint8_t* q = from + kPanel * 4 + n;
+        // q * scale has at most 15 significant bits and is exact: fusing changes no bit of q * scale + minimum.
+        for (int i = 0; i < kBlock; i += 2) {
+          Vec low, high;
+          load_nibbles(q + i / 2 * kPanel, low, high);
+          store(to + i * kPanel + n, fma(low, scale, minimum));
+          store(to + (i + 1) * kPanel + n, fma(high, scale, minimum));
+        }
+      }
+  }
+};
+
+// ---- One panel -----------------------------------------------------------------------------------------------------
 struct Job {
   const float* x;
-  const float* w;
+  const uint8_t* w;
   float* y;
+  const float* bias;      // [outputs] or null
+  const float* residual;  // [rows, outputs] or null
   int rows, depth, outputs;
 };
 
-// All rows of one panel.
-void panel(const Job& job, int index) {
+// acc[0..rows)[32] = x[0..rows) times panel `index`. `scratch` holds kChunk decoded steps.
+template <typename Format>
+void accumulate(const Job& job, const float* x, int rows, size_t index, float* acc, float* scratch) {
+  constexpr bool direct = std::is_same_v<Format, F32>;
+  constexpr int splits = kVectors / kTileVectors;
   const size_t depth = job.depth;
-  const float* w = job.w + index * depth * kPanel;
-  const int first_output = index * kPanel;
-  const int width = std::min(kPanel, job.outputs - first_output);
-  alignas(64) float acc[kMaxRows * kPanel];
-  for (int m0 = 0; m0 < job.rows; m0 += kMaxRows) {
-    const int rows = std::min(kMaxRows, job.rows - m0);
-    const int blocks = (rows + kTileRows - 1) / kTileRows;
-    constexpr int splits = kVectors / kTileVectors;
-    const int passes = blocks * splits;
-    const int chunk = passes == 1 ? job.depth : kChunk;
-    const size_t stride = passes == 1 ? 128 : 128 / passes;
-    if (job.depth == 0) std::memset(acc, 0, sizeof(acc));
-    for (int k0 = 0; k0 < job.depth; k0 += chunk) {
-      const int count = std::min(chunk, job.depth - k0);
-      const float* wk = w + static_cast<size_t>(k0) * kPanel;
-      const char* fetch = reinterpret_cast<const char*>(wk + (passes == 1 ? kAhead : count) * kPanel);
-      for (int block = 0, r0 = 0; block < blocks; ++block) {
-        const int size = rows / blocks + (block < rows % blocks);
-        const Tile run = find_tile<kTileRows>(size);
-        for (int split = 0; split < splits; ++split) {
-          const int column = split * kTileVectors * kLanes;
-          run(job.x + (m0 + r0) * depth + k0, depth, count, wk + column, acc + r0 * kPanel + column, k0 == 0, fetch,
-              stride);
-          fetch += stride * count;
-        }
-        r0 += size;
-      }
+  const uint8_t* w = job.w + index * Format::bytes(depth);
+  const int blocks = (rows + kTileRows - 1) / kTileRows, passes = blocks * splits;
+  const bool single = direct && passes == 1;
+  const int chunk = single ? job.depth : kChunk;
+  if (depth == 0) std::memset(acc, 0, rows * kPanel * sizeof(float));
+  for (int k0 = 0; k0 < job.depth; k0 += chunk) {
+    const int count = std::min(chunk, job.depth - k0);
+    const uint8_t* from = w + Format::bytes(k0);
+    const float* panel = reinterpret_cast<const float*>(from);
+    // The passes over this chunk fetch the next one between them: memory never waits for arithmetic.
+    const char* fetch = reinterpret_cast<const char*>(from) + (single ? F32::bytes(kAhead) : Format::bytes(count));
+    const size_t stride = single ? F32::bytes(1) : (Format::bytes(kBlock) / kBlock + passes - 1) / passes;
+    if constexpr (!direct) {
+      Format::decode(from, count, scratch);
+      panel = scratch;
     }
-    for (int r = 0; r < rows; ++r) {
-      float* y = job.y + static_cast<size_t>(m0 + r) * job.outputs + first_output;
-      std::memcpy(y, acc + r * kPanel, width * sizeof(float));
+    for (int block = 0, r0 = 0; block < blocks; ++block) {
+      const int size = rows / blocks + (block < rows % blocks);
+      const Tile run = find_tile<kTileRows>(size);
+      for (int split = 0; split < splits; ++split) {
+        const int column = split * kTileVectors * kLanes;
+        run(x + r0 * depth + k0, depth, count, panel + column, acc + r0 * kPanel + column, k0 == 0, fetch, stride);
+        fetch += stride * count;
+      }
+      r0 += size;
     }
   }
 }
 
-ffi::Error matmul_f32(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> w,
-                      ffi::ResultBuffer<ffi::F32> y, int64_t threads) {
-  const auto xd = x.dimensions(), wd = w.dimensions(), yd = y->dimensions();
-  if (xd.size() != 2 || wd.size() != 3 || yd.size() != 2 || wd[2] != kPanel || wd[1] != xd[1] || yd[0] != xd[0] ||
-      wd[0] != (yd[1] + kPanel - 1) / kPanel)
-    return ffi::Error::InvalidArgument("row_invariant_matmul: shapes do not fit");
-  const Job job{x.typed_data(), w.typed_data(),           y->typed_data(),
-                static_cast<int>(xd[0]), static_cast<int>(xd[1]), static_cast<int>(yd[1])};
-  if (job.rows == 0 || job.outputs == 0) return ffi::Error::Success();
-  parallel_for(pool, static_cast<int>(wd[0]), static_cast<int>(threads), [&job](int begin, int end) {
-    for (int i = begin; i < end; ++i) panel(job, i);
+template <typename Format>
+void compute_panel(const Job& job, int index) {
+  alignas(64) float acc[kMaxRows * kPanel];
+  alignas(64) float scratch[std::is_same_v<Format, F32> ? 1 : kChunk * kPanel];
+  const int first = index * kPanel, width = std::min(kPanel, job.outputs - first);
+  for (int m0 = 0; m0 < job.rows; m0 += kMaxRows) {
+    const int rows = std::min(kMaxRows, job.rows - m0);
+    accumulate<Format>(job, job.x + static_cast<size_t>(m0) * job.depth, rows, index, acc, scratch);
+    for (int r = 0; r < rows; ++r) {
+      const size_t offset = static_cast<size_t>(m0 + r) * job.outputs + first;
+      float* a = acc + r * kPanel;
+      if (job.bias)
+        for (int n = 0; n < width; ++n) a[n] += job.bias[first + n];
+      if (job.residual)
+        for (int n = 0; n < width; ++n) a[n] += job.residual[offset + n];
+      std::memcpy(job.y + offset, a, width * sizeof(float));
+    }
+  }
+}
+
+// exp(-|x|), elementwise IEEE operations only, so every vector form gives the same bits; error below 2 ulp.
+inline float exp_negative(float x) {
+  x = x < -87.0f ? -87.0f : x;
+  const float shifted = __builtin_fmaf(x, 1.44269504f, 12582912.0f);
+  const float n = shifted - 12582912.0f;
+  float r = __builtin_fmaf(n, -0.693145752f, x);
+  r = __builtin_fmaf(n, -1.42860677e-6f, r);
+  float p = 1.98412698e-4f;
+  p = __builtin_fmaf(p, r, 1.38888889e-3f);
+  p = __builtin_fmaf(p, r, 8.33333333e-3f);
+  p = __builtin_fmaf(p, r, 4.16666667e-2f);
+  p = __builtin_fmaf(p, r, 1.66666667e-1f);
+  p = __builtin_fmaf(p, r, 0.5f);
+  p = __builtin_fmaf(p, r, 1.0f);
+  p = __builtin_fmaf(p, r, 1.0f);
+  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, sizeof(power));
+  return p * power;
+}
+
+// Outputs [0, half) are gates and [half, 2 half) the values they open: y = gate * sigmoid(gate) * value.
+template <typename Format>
+void compute_gated_panel(const Job& job, int index) {
+  alignas(64) float gate[kMaxRows * kPanel], value[kMaxRows * kPanel];
+  alignas(64) float scratch[std::is_same_v<Format, F32> ? 1 : kChunk * kPanel];
+  const int half = job.outputs / 2;
+  for (int m0 = 0; m0 < job.rows; m0 += kMaxRows) {
+    const int rows = std::min(kMaxRows, job.rows - m0);
+    const float* x = job.x + static_cast<size_t>(m0) * job.depth;
+    accumulate<Format>(job, x, rows, index, gate, scratch);
+    accumulate<Format>(job, x, rows, index + half / kPanel, value, scratch);
+    for (int r = 0; r < rows; ++r) {
+      float* y = job.y + static_cast<size_t>(m0 + r) * half + index * kPanel;
+      const float *g = gate + r * kPanel, *v = value + r * kPanel;
+      for (int n = 0; n < kPanel; ++n) {
+        // sigmoid(g) from exp(-|g|), which cannot overflow.
+        const float e = exp_negative(-__builtin_fabsf(g[n]));
+        y[n] = g[n] * ((g[n] < 0.0f ? e : 1.0f) / (1.0f + e)) * v[n];
+      }
+    }
+  }
+}
+
+using Panel = void (*)(const Job&, int);
+
+Panel find_panel(int64_t format, bool gated) {
+  switch (format) {
+    case 0: return gated ? compute_gated_panel<F32> : compute_panel<F32>;
+    case 1: return gated ? compute_gated_panel<BF16> : compute_panel<BF16>;
+    case 2: return gated ? compute_gated_panel<Q80> : compute_panel<Q80>;
+    case 3: return gated ? compute_gated_panel<Q41> : compute_panel<Q41>;
+    default: return nullptr;
+  }
+}
+
+size_t panel_bytes(int64_t format, size_t depth) {
+  switch (format) {
+    case 0: return F32::bytes(depth);
+    case 1: return BF16::bytes(depth);
+    case 2: return Q80::bytes(depth);
+    default: return Q41::bytes(depth);
+  }
+}
+
+// Arguments: x [M, K] f32, w packed, then bias [N] f32 if has_bias, residual [M, N] f32 if has_residual.
+ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, ffi::RemainingArgs more,
+                  ffi::ResultBuffer<ffi::F32> y, int64_t format, int64_t outputs, bool has_bias, bool has_residual,
+                  bool gated, int64_t threads) {
+  const auto bad = [](const char* what) {
+    return ffi::Error::InvalidArgument(std::string("row_invariant_matmul: ") + what);
+  };
+  const auto xd = x.dimensions(), yd = y->dimensions();
+  if (xd.size() != 2 || yd.size() != 2 || yd[0] != xd[0] || yd[1] != (gated ? outputs / 2 : outputs))
+    return bad("x, y and the number of outputs do not fit");
+  const int64_t panels = (outputs + kPanel - 1) / kPanel;
+  const Panel run = find_panel(format, gated);
+  if (run == nullptr || (format >= 2 && xd[1] % kBlock != 0) || (gated && outputs % (2 * kPanel) != 0))
+    return bad("this format or epilogue does not take these sizes");
+  if (w.size_bytes() != panels * panel_bytes(format, xd[1])) return bad("packed weight of the wrong size");
+  Job job{x.typed_data(), static_cast<const uint8_t*>(w.untyped_data()), y->typed_data(), nullptr, nullptr,
+          static_cast<int>(xd[0]), static_cast<int>(xd[1]), static_cast<int>(outputs)};
+  const size_t wanted = size_t{has_bias} + has_residual;
+  if (more.size() != wanted || (gated && wanted != 0)) return bad("wrong number of epilogue arguments");
+  for (size_t i = 0; i < wanted; ++i) {
+    const auto extra = more.get<ffi::Buffer<ffi::F32>>(i);
+    const bool is_bias = has_bias && i == 0;
+    if (!extra.has_value() || extra->element_count() != static_cast<size_t>(is_bias ? outputs : outputs * xd[0]))
+      return bad("bias or residual of the wrong type or size");
+    (is_bias ? job.bias : job.residual) = extra->typed_data();
+  }
+  if (job.rows == 0 || outputs == 0) return ffi::Error::Success();
+  const int tasks = static_cast<int>(gated ? panels / 2 : panels);
+  parallel_for(pool, tasks, static_cast<int>(threads), [&job, run](int begin, int end) {
+    for (int i = begin; i < end; ++i) run(job, i);
   });
   return ffi::Error::Success();
 }
@@ -128,10 +279,24 @@ ffi::Error matmul_f32(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer
 }  // namespace
 }  // namespace jetspec
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulF32, jetspec::matmul_f32,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, jetspec::matmul,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .RemainingArgs()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Attr<int64_t>("format")
+                                  .Attr<int64_t>("outputs")
+                                  .Attr<bool>("has_bias")
+                                  .Attr<bool>("has_residual")
+                                  .Attr<bool>("gated")
                                   .Attr<int64_t>("threads"));
+
+// The same on plain pointers and the calling thread: for tests with buffers XLA never makes (misaligned, guarded).
+extern "C" void matmul_plain(const float* x, const void* w, float* y, int rows, int depth, int outputs, int format) {
+  using namespace jetspec;
+  const Job job{x, static_cast<const uint8_t*>(w), y, nullptr, nullptr, rows, depth, outputs};
+  FloatEnv env;
+  for (int i = 0; i < (outputs + kPanel - 1) / kPanel; ++i) find_panel(format, false)(job, i);
+}

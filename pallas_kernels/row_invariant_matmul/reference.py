@@ -1,14 +1,15 @@
-"""What the op means: the XLA form, and a numpy oracle that is exact to the last bit."""
+"""What the op means: XLA form, packed layouts, and a numpy oracle exact to the last bit."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.native import KernelError
 from pallas_kernels.row_invariant_matmul import specs
 
 
 def pack_array(w: np.ndarray) -> np.ndarray:
-    """[N, K] -> [ceil(N / 32), K, 32], zero padded: the weights in the order in which the kernel reads them."""
+    """[N, K] -> [ceil(N / 32), K, 32], zero padded: the order in which the kernel reads."""
     n, k = w.shape
     padded = np.zeros((specs.panels(n) * specs.PANEL, k), w.dtype)
     padded[:n] = w
@@ -21,11 +22,64 @@ def unpack_array(data: jax.Array, n: int) -> jax.Array:
     return data.transpose(0, 2, 1).reshape(count * lanes, k)[:n]
 
 
+def pack_gguf_array(blocks: np.ndarray, kind: str) -> np.ndarray:
+    """GGUF rows [N, bytes] uint8 -> [ceil(N / 32), K / 32, bytes] uint8, laid out as in cpu.cc."""
+    form, size = specs.GGUF_KINDS[kind]
+    n, per_row = blocks.shape[0], blocks.shape[1] // size
+    padded = np.zeros((specs.panels(n) * specs.PANEL, per_row, size), np.uint8)
+    padded[:n] = blocks.reshape(n, per_row, size)
+    # [panel, output, block, byte] -> [panel, block, output, byte]
+    tiles = padded.reshape(-1, specs.PANEL, per_row, size).transpose(0, 2, 1, 3)
+    count = tiles.shape[0]
+    scale = tiles[..., 0:2].reshape(count, per_row, -1)
+    if form == "q8_0":
+        quants = tiles[..., 2:].transpose(0, 1, 3, 2).reshape(count, per_row, -1)
+        return np.concatenate([scale, quants], axis=-1)
+    if kind == "Q4_1":
+        minimum, packed = tiles[..., 2:4], tiles[..., 4:]
+    else:
+        d = np.ascontiguousarray(tiles[..., 0:2]).view(np.float16).astype(np.float32)
+        offset = (-8.0 * d).astype(np.float16)
+        if not np.array_equal(offset.astype(np.float32), -8.0 * d):
+            raise KernelError(
+                "cannot pack Q4_0 data: a scale above 8188 (or not finite) has no exact offset"
+            )
+        minimum, packed = offset.view(np.uint8), tiles[..., 2:]
+    # GGUF: byte i holds inputs i (low nibble) and i + 16 (high). Here byte p holds inputs 2 p and 2
+    # p + 1.
+    values = np.concatenate([packed & 15, packed >> 4], axis=-1)
+    pairs = values[..., 0::2] | (values[..., 1::2] << 4)
+    quants = pairs.transpose(0, 1, 3, 2).reshape(count, per_row, -1)
+    return np.concatenate([scale, minimum.reshape(count, per_row, -1), quants], axis=-1)
+
+
+def _halves(data: jax.Array, start: int) -> jax.Array:
+    """32 float16 values at byte `start` of each block, as float32: [..., 32]."""
+    raw = data[..., start : start + 2 * specs.PANEL].reshape(*data.shape[:-1], specs.PANEL, 2)
+    return jax.lax.bitcast_convert_type(raw, jnp.float16).astype(jnp.float32)
+
+
+def dequantize_panels(data: jax.Array, form: str) -> jax.Array:
+    """[..., K / 32, bytes] uint8 -> [..., K, 32] float32, the values the kernel uses."""
+    lead, blocks = data.shape[:-2], data.shape[-2]
+    scale = _halves(data, 0)[..., None, :]
+    if form == "q8_0":
+        q = jax.lax.bitcast_convert_type(data[..., 64:], jnp.int8)
+        values = q.reshape(*lead, blocks, specs.BLOCK, specs.PANEL).astype(jnp.float32) * scale
+    else:
+        minimum = _halves(data, 64)[..., None, :]
+        packed = data[..., 128:].reshape(*lead, blocks, specs.BLOCK // 2, 1, specs.PANEL)
+        q = jnp.concatenate([packed & 15, packed >> 4], axis=-2)
+        q = q.reshape(*lead, blocks, specs.BLOCK, specs.PANEL)
+        values = q.astype(jnp.float32) * scale + minimum
+    return values.reshape(*lead, blocks * specs.BLOCK, specs.PANEL)
+
+
 def matmul_panels(x: jax.Array, data: jax.Array, n: int) -> jax.Array:
     """XLA form on packed weights: x [M, K] float32, data [P, K, 32] -> [M, n] float32.
 
-    The same sums in an order of XLA's choosing: equal to the kernel within rounding, and without its promise that a
-    row's bits do not depend on the other rows.
+    The same sums in an order of XLA's choosing: equal to the kernel within rounding, and without
+    its promise that a row's bits do not depend on the other rows.
     """
     y = jnp.einsum(
         "mk,pkn->mpn",
@@ -34,7 +88,7 @@ def matmul_panels(x: jax.Array, data: jax.Array, n: int) -> jax.Array:
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    return y.reshape(x.shape[0], -1)[:, :n]
+    return y.reshape(x.shape[0], data.shape[0] * specs.PANEL)[:, :n]
 
 
 def matmul_rows(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -51,26 +105,27 @@ def matmul_rows(x: jax.Array, w: jax.Array) -> jax.Array:
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """float32 a * b + c rounded once, as the hardware instruction does.
 
-    The product is exact in float64. The sum is rounded to odd there (its last bit is set when anything was lost), which
-    makes the second rounding, to float32, correct (Boldo & Melquiond 2008, "Emulation of FMA and correctly rounded
+    The product is exact in float64. The sum is rounded to odd there (its last bit is set when
+    anything was lost), which makes the second rounding, to float32, correct (Boldo & Melquiond
+    2008, "Emulation of FMA and correctly rounded
     sums: proved algorithms using rounding to odd").
     """
     with np.errstate(all="ignore"):
-        p = np.asarray(a, np.float64) * np.asarray(b, np.float64)
-        q = np.asarray(c, np.float64)
-        p, q = np.broadcast_arrays(p, q)
+        p, q = np.broadcast_arrays(
+            np.asarray(a, np.float64) * np.asarray(b, np.float64), np.asarray(c, np.float64)
+        )
         s = p + q
         v = s - p
         lost = (p - (s - v)) + (q - v)  # two-sum: s + lost is the exact sum
         bits = s.view(np.int64)
         inexact = np.isfinite(s) & (lost != 0) & ((bits & 1) == 0)
-        # Towards the exact value: one step away from zero if the loss has the sign of s, one step to zero if not.
+        # Towards the exact value: away from zero if the loss has the sign of s, to zero if not.
         step = np.where((lost > 0) == (s > 0), 1, -1)
         return np.where(inexact, bits + step, bits).view(np.float64).astype(np.float32)
 
 
 def matmul_sequential(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """The kernel's exact result: one accumulator per output from k = 0 upwards. x [M, K], w [N, K] -> [M, N]."""
+    """The kernel's exact result, summed from k = 0 upwards: x [M, K], w [N, K] -> [M, N]."""
     acc = np.zeros((x.shape[0], w.shape[0]), np.float32)
     for k in range(x.shape[1]):
         acc = fma(x[:, k, None], w[None, :, k], acc)

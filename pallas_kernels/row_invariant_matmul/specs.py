@@ -1,9 +1,22 @@
-"""Layout constants and the shapes of real models (shared by tests and bench)."""
+"""Packed formats, layout constants, and the shapes of real models (tests and bench)."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-PANEL = 32  # outputs beside each other in a packed panel; the C++ source names the same number
 OP = "row_invariant_matmul"
+PANEL = 32  # outputs beside each other in a packed panel; cpu.cc names the same number
+BLOCK = 32  # inputs that share a scale in the quantised formats
+
+Format = Literal["f32", "bf16", "q8_0", "q4_1"]
+# Number of each format in cpu.cc, and bytes of one block of 32 outputs x 32 inputs.
+FORMAT_ID: dict[str, int] = {"f32": 0, "bf16": 1, "q8_0": 2, "q4_1": 3}
+BLOCK_BYTES: dict[str, int] = {"q8_0": 64 + 1024, "q4_1": 64 + 64 + 512}
+# GGUF block kinds that can be packed, the format each becomes and the bytes of its block of 32
+# weights.
+GGUF_KINDS: dict[str, tuple[str, int]] = {
+    "Q8_0": ("q8_0", 34),
+    "Q4_1": ("q4_1", 20),
+    "Q4_0": ("q4_1", 18),  # q * d + (-8 d): the same values, both terms exact in float16
+}
 
 
 class Shape(NamedTuple):
