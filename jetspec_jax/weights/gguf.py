@@ -178,8 +178,8 @@ class GGUFSource:
             )
 
     def _heads(self, part: str) -> int:
-        queries = int(self._required(f"{self.architecture}.attention.head_count"))
-        return queries if part == "attn_q" else int(self._get("attention.head_count_kv", queries))
+        queries = self._size("attention.head_count")
+        return queries if part == "attn_q" else self._size("attention.head_count_kv", queries)
 
     def _required(self, key: str) -> Any:
         value = self.file.metadata.get(key)
@@ -200,43 +200,50 @@ class GGUFSource:
         full = f"{self.architecture}.{key}"
         return self._required(full) if full in self.file.metadata else default
 
-    def _need(self, key: str) -> Any:
-        return self._required(f"{self.architecture}.{key}")
+    def _number(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if value is None:
+            self._required(f"{self.architecture}.{key}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self._bad(key, "a number belongs here; convert the model again")
+        return _short(value) if isinstance(value, float) else value
+
+    def _size(self, key: str, default: int | None = None, least: int = 1) -> int:
+        value = self._number(key, default)
+        if not isinstance(value, int) or value < least:
+            raise self._bad(key, f"a whole number from {least} belongs here; convert it again")
+        return value
+
+    def _bad(self, key: str, why: str) -> ModelFileError:
+        value = self.file.metadata.get(f"{self.architecture}.{key}")
+        return ModelFileError(f"{self.path}: {self.architecture}.{key}={value!r:.60}: {why}")
 
     def _read_config(self) -> ModelConfig:
-        family = FAMILY_OF_ARCHITECTURE[self.architecture]
-        if self._get("attention.sliding_window", 0):
-            raise ModelFileError(
-                f"{self.path}: sliding-window attention "
-                f"({self.architecture}.attention.sliding_window="
-                f"{self._get('attention.sliding_window')}) is not supported; use a model with full "
-                "attention"
+        if self._size("attention.sliding_window", 0, least=0):
+            raise self._bad(
+                "attention.sliding_window",
+                "sliding windows are not supported; use a model with full attention",
             )
-        hidden, heads = int(self._need("embedding_length")), int(self._need("attention.head_count"))
-        head_dim = int(self._get("attention.key_length", hidden // heads))
+        hidden, heads = self._size("embedding_length"), self._size("attention.head_count")
+        head_dim = self._size("attention.key_length", hidden // heads)
         for key in ("attention.value_length", "rope.dimension_count"):
-            if int(self._get(key, head_dim)) != head_dim:
-                raise ModelFileError(
-                    f"{self.path}: {self.architecture}.{key}={self._get(key)} differs from the "
-                    f"head size {head_dim}, which is not supported; use another model"
-                )
-        layers, ffn = int(self._need("block_count")), "feed_forward_length"
-        embedding = self._place("model.embed_tokens.weight").shape
-        experts = int(self._get("expert_count", 0))
+            if self._size(key, head_dim) != head_dim:
+                raise self._bad(key, f"differs from the head size {head_dim}; use another model")
+        layers, experts = self._size("block_count"), self._size("expert_count", 0, least=0)
         dense = tuple(
             i for i in range(layers) if f"model.layers.{i}.mlp.gate.weight" not in self._places
         )
         return ModelConfig(
-            family=family,
-            vocab_size=embedding[0],
+            family=FAMILY_OF_ARCHITECTURE[self.architecture],
+            vocab_size=self._place("model.embed_tokens.weight").shape[0],
             hidden_size=hidden,
             num_layers=layers,
             num_heads=heads,
-            num_kv_heads=int(self._get("attention.head_count_kv", heads)),
+            num_kv_heads=self._size("attention.head_count_kv", heads),
             head_dim=head_dim,
-            ffn_size=int(self._get(ffn, 0) if experts else self._need(ffn)),
-            max_context=int(self._need("context_length")),
-            rms_eps=_short(self._need("attention.layer_norm_rms_epsilon")),
+            ffn_size=self._size("feed_forward_length", 0 if experts else None, least=0),
+            max_context=self._size("context_length"),
+            rms_eps=float(self._number("attention.layer_norm_rms_epsilon")),
             rope=self._rope(head_dim),
             tie_embeddings="lm_head.weight" not in self._places,
             qkv_bias="model.layers.0.self_attn.q_proj.bias" in self._places,
@@ -244,8 +251,8 @@ class GGUFSource:
             mlp_bias="model.layers.0.mlp.down_proj.bias" in self._places,
             qk_norm="model.layers.0.self_attn.q_norm.weight" in self._places,
             num_experts=experts,
-            experts_per_token=int(self._need("expert_used_count")) if experts else 0,
-            moe_ffn_size=int(self._need("expert_feed_forward_length")) if experts else 0,
+            experts_per_token=self._size("expert_used_count") if experts else 0,
+            moe_ffn_size=self._size("expert_feed_forward_length") if experts else 0,
             # llama.cpp always renormalises the chosen experts of this architecture, and stores no
             # flag for it.
             norm_topk_prob=bool(experts),
@@ -257,8 +264,13 @@ class GGUFSource:
         )
 
     def _token_id(self, role: str) -> int | None:
-        value = self.file.metadata.get(f"tokenizer.ggml.{role}_token_id")
-        return None if value is None else int(value)
+        key = f"tokenizer.ggml.{role}_token_id"
+        value = self.file.metadata.get(key)
+        if value is not None and not isinstance(value, int):
+            raise ModelFileError(
+                f"{self.path}: {key}={value!r:.60} is not a token id; convert the model again"
+            )
+        return value
 
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end a generation: end of sequence, of turn, of message, where there are such."""
@@ -266,14 +278,13 @@ class GGUFSource:
         return tuple(dict.fromkeys(i for i in found if i is not None))
 
     def _rope(self, head_dim: int) -> RopeConfig:
-        theta = _short(self._get("rope.freq_base", 10_000.0))
-        kind = str(self._get("rope.scaling.type", "none"))
-        factor = _short(self._get("rope.scaling.factor", self._get("rope.scale_linear", 1.0)))
+        theta = float(self._number("rope.freq_base", 10_000.0))
+        kind = self._get("rope.scaling.type", "none")
+        factor = float(self._number("rope.scaling.factor", self._number("rope.scale_linear", 1.0)))
         if _ROPE_FREQS in self.file.tensors:
             if kind not in ("none", "llama3"):
-                raise ModelFileError(
-                    f"{self.path}: rope scaling {kind!r} together with tensor {_ROPE_FREQS!r} is "
-                    "not supported; use another model"
+                raise self._bad(
+                    "rope.scaling.type", f"not with tensor {_ROPE_FREQS!r}; use another"
                 )
             return self._llama3_rope(theta, head_dim)
         if kind == "yarn":
@@ -282,28 +293,22 @@ class GGUFSource:
                 ("yarn_attn_factor", 1.0),
                 ("attn_factor", 1.0),
             ):
-                if _short(self._get(f"rope.scaling.{key}", plain)) != plain:
-                    raise ModelFileError(
-                        f"{self.path}: rope scaling key {key}={self._get(f'rope.scaling.{key}')} "
-                        "is not supported; use another model"
-                    )
+                if self._number(f"rope.scaling.{key}", plain) != plain:
+                    raise self._bad(f"rope.scaling.{key}", "not supported; use another model")
             return RopeConfig(
                 theta=theta,
                 kind="yarn",
                 factor=factor,
-                original_max_position=int(self._need("rope.scaling.original_context_length")),
-                beta_fast=_short(self._get("rope.scaling.yarn_beta_fast", 32.0)),
-                beta_slow=_short(self._get("rope.scaling.yarn_beta_slow", 1.0)),
+                original_max_position=self._size("rope.scaling.original_context_length"),
+                beta_fast=float(self._number("rope.scaling.yarn_beta_fast", 32.0)),
+                beta_slow=float(self._number("rope.scaling.yarn_beta_slow", 1.0)),
             )
         if kind in ("none", "linear"):
             # Old files carry a factor without a type; it meant linear scaling.
             return RopeConfig(
                 theta=theta, kind="linear" if factor != 1.0 else "default", factor=factor
             )
-        raise ModelFileError(
-            f"{self.path}: rope scaling {kind!r} is not supported; use a model with none, linear, "
-            "llama3 or yarn"
-        )
+        raise self._bad("rope.scaling.type", "supported are none, linear, yarn and Llama 3's")
 
     def _llama3_rope(self, theta: float, head_dim: int) -> RopeConfig:
         """Parameters behind the baked divisors: all released models share 1, 4 and 8192."""

@@ -119,6 +119,7 @@ class _Cursor:
         # The hot loop: hundreds of thousands of tokens and merges in big vocabularies.
         data, size, pos, unpack = self.data, self.size, self.pos, struct.Struct("<Q").unpack_from
         out: list[str] = []
+        start = pos
         try:
             for _ in range(count):
                 start = pos + 8
@@ -193,8 +194,8 @@ class GGUFFile:
             key = cursor.string()
             self.metadata[key] = cursor.value(cursor.number("I"), key)
         directory = [self._entry(cursor) for _ in range(tensors)]
-        align = int(self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
-        if align < 1 or align & (align - 1):
+        align = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if not isinstance(align, int) or align < 1 or align & (align - 1):
             raise ModelFileError(
                 f"{self.path}: general.alignment={align} is not a power of two; the file is damaged"
             )
@@ -227,7 +228,7 @@ class GGUFFile:
                 "model again"
             )
         kind, per_block, block_bytes = BLOCKS[type_id]
-        if not shape or shape[-1] % per_block:
+        if not shape or min(shape) < 1 or shape[-1] % per_block:
             raise ModelFileError(
                 f"{self.path}: tensor {name!r} of shape {shape} does not divide into {kind} blocks "
                 f"of {per_block}; convert the model again"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,15 @@ class _Fields:
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.number(key, default)
-        if value != int(value):
+        if not math.isfinite(value) or value != int(value):
             raise self.bad(key, "a whole number belongs here")
         return int(value)
+
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self.integer(key, default)
+        if value < 1:
+            raise self.bad(key, "a number from 1 belongs here")
+        return value
 
     def bad(self, key: str, why: str) -> ModelFileError:
         return ModelFileError(
@@ -85,7 +92,7 @@ def _rope(config: _Fields, family: str) -> RopeConfig:
         raise config.bad(where[:-1], "a JSON object belongs here")
     rope = _Fields(params, config.path, where)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _ROPE_NEEDS:
+    if not isinstance(kind, str) or kind not in _ROPE_NEEDS:
         key = "rope_type" if "rope_type" in params else "type"
         raise rope.bad(key, f"use a model with {', '.join(_ROPE_NEEDS)}")
     if any(isinstance(value, dict) for value in params.values()):
@@ -100,18 +107,13 @@ def _rope(config: _Fields, family: str) -> RopeConfig:
     for key in _ROPE_NEEDS[kind]:
         rope.number(key)
     # Only old llama configs leave the base out; it meant 10000.
-    theta = (
-        rope.get("rope_theta")
-        if rope.get("rope_theta") is not None
-        else config.get("rope_theta", 10_000.0 if family == "llama" else None)
-    )
-    theta = _Fields({"rope_theta": theta}, config.path).number("rope_theta")
+    default = 10_000.0 if family == "llama" else None
+    theta = (rope if rope.get("rope_theta") is not None else config).number("rope_theta", default)
     options: dict[str, Any] = {}
     if kind in ("llama3", "yarn"):
-        original = config.get(
-            "original_max_position_embeddings", rope.get("original_max_position_embeddings")
-        )
-        options["original_max_position"] = original or config.integer("max_position_embeddings")
+        key = "original_max_position_embeddings"
+        owner = config if config.get(key) is not None else rope
+        options["original_max_position"] = owner.size(key, config.size("max_position_embeddings"))
     if kind == "llama3":
         options |= {key: float(rope.number(key)) for key in ("low_freq_factor", "high_freq_factor")}
     if kind == "yarn":
@@ -127,44 +129,37 @@ def _rope(config: _Fields, family: str) -> RopeConfig:
 
 
 def _refuse_unsupported(config: _Fields, layers: int) -> None:
-    act = config.get("hidden_act", "silu")
-    if act != "silu":
+    if config.get("hidden_act", "silu") != "silu":
         raise config.bad("hidden_act", "the MLP here is SwiGLU (silu); use another model")
     if config.get("quantization_config"):
-        method = config.get("quantization_config").get("quant_method", "unknown")
-        raise ModelFileError(
-            f"{config.path}: quantization_config.quant_method={method!r} is not supported; use a "
-            "bf16/fp16/fp32 checkpoint or a .gguf file"
+        raise config.bad(
+            "quantization_config", "use a bf16, fp16 or fp32 checkpoint, or a .gguf file"
         )
     layer_types = config.get("layer_types", [])
-    unknown = next((kind for kind in layer_types if kind != "full_attention"), None)
-    windowed = (
-        config.get("use_sliding_window", False) and config.get("max_window_layers", 0) < layers
-    )
-    if unknown is not None or (windowed and config.get("sliding_window")):
-        what = (
-            f"layer_types holds {unknown!r}"
-            if unknown is not None
-            else f"sliding_window={config.get('sliding_window')} is enabled"
-        )
-        raise ModelFileError(
-            f"{config.path}: {what}, which is not supported; set use_sliding_window to false or "
-            "use a full-attention model"
+    if not isinstance(layer_types, list) or set(map(str, layer_types)) - {"full_attention"}:
+        raise config.bad("layer_types", "use a model with full attention in every layer")
+    windowed = config.get("use_sliding_window", False) and config.get("sliding_window")
+    # Layers from max_window_layers on have the window.
+    if windowed and config.integer("max_window_layers", 0) < layers:
+        raise config.bad(
+            "sliding_window", "set use_sliding_window to false or use a full-attention model"
         )
 
 
-def _token_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(int(v) for v in (value if isinstance(value, list) else [value]))
+def _token_ids(values: Mapping[str, Any], key: str, path: Path) -> tuple[int, ...]:
+    value = values.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise ModelFileError(f"{path}: {key}={value!r} is not a token id or a list of token ids")
+    return tuple(ids)
 
 
 def eos_ids(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     """Ids that end a generation, from generation_config.json if it has them, else config.json."""
     path = directory / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
-    value = generation.get("eos_token_id")
-    return _token_ids(config.get("eos_token_id") if value is None else value)
+    found = _token_ids(generation, "eos_token_id", path)
+    return found or _token_ids(config, "eos_token_id", directory / "config.json")
 
 
 def parse_config(values: Mapping[str, Any], path: Path) -> ModelConfig:
@@ -180,7 +175,7 @@ def parse_config(values: Mapping[str, Any], path: Path) -> ModelConfig:
         raise ModelFileError(
             f"{path}: field model_type is missing; use the config.json published with the weights"
         )
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise config.bad("model_type", f"supported are {', '.join(FAMILIES)}")
     layers, heads, hidden = (
         config.integer(k) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size")
@@ -189,24 +184,25 @@ def parse_config(values: Mapping[str, Any], path: Path) -> ModelConfig:
     moe = family == "qwen3_moe"
     bias = bool(config.get("attention_bias", False))
     dense: tuple[int, ...] = ()
+    # transformers 5 writes num_local_experts where the published configs have num_experts.
+    experts = "num_local_experts" if "num_local_experts" in values else "num_experts"
     if moe:
-        step, only = (
-            config.integer("decoder_sparse_step", 1),
-            set(config.get("mlp_only_layers", [])),
-        )
+        step, only = config.size("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
+        if not isinstance(only, list):
+            raise config.bad("mlp_only_layers", "a list of layer numbers belongs here")
         dense = tuple(i for i in range(layers) if i in only or (i + 1) % step)
     # Qwen3's head size is not hidden/heads, so a config without it cannot be read safely.
     derived = hidden // heads if family in ("llama", "qwen2") else None
     return ModelConfig(
         family=family,
-        vocab_size=config.integer("vocab_size"),
+        vocab_size=config.size("vocab_size"),
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=config.integer("num_key_value_heads", heads if family == "llama" else None),
-        head_dim=config.integer("head_dim", derived),
-        ffn_size=config.integer("intermediate_size"),
-        max_context=config.integer("max_position_embeddings"),
+        num_kv_heads=config.size("num_key_value_heads", heads if family == "llama" else None),
+        head_dim=config.size("head_dim", derived),
+        ffn_size=config.size("intermediate_size"),
+        max_context=config.size("max_position_embeddings"),
         rms_eps=float(config.number("rms_norm_eps")),
         rope=_rope(config, family),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -214,13 +210,13 @@ def parse_config(values: Mapping[str, Any], path: Path) -> ModelConfig:
         out_bias=False if family == "qwen2" else bias,
         mlp_bias=bool(config.get("mlp_bias", False)) if family == "llama" else False,
         qk_norm=family in ("qwen3", "qwen3_moe"),
-        num_experts=config.integer("num_experts") if moe else 0,
-        experts_per_token=config.integer("num_experts_per_tok") if moe else 0,
-        moe_ffn_size=config.integer("moe_intermediate_size") if moe else 0,
+        num_experts=config.size(experts) if moe else 0,
+        experts_per_token=config.size("num_experts_per_tok") if moe else 0,
+        moe_ffn_size=config.size("moe_intermediate_size") if moe else 0,
         norm_topk_prob=bool(config.get("norm_topk_prob", False)) if moe else False,
         dense_layers=dense,
         eos_ids=eos_ids(path.parent, values),
-        bos_id=next(iter(_token_ids(config.get("bos_token_id"))), None),
-        pad_id=next(iter(_token_ids(config.get("pad_token_id"))), None),
+        bos_id=next(iter(_token_ids(values, "bos_token_id", path)), None),
+        pad_id=next(iter(_token_ids(values, "pad_token_id", path)), None),
         name=str(config.get("_name_or_path") or path.parent.name),
     )

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -127,7 +128,8 @@ def load_params(
     for done, (name, spec) in enumerate(decl.items(), 1):
         array = _assemble(source, spec, np.dtype(dtype))
         value: Any = array if transform is None else transform(name, spec, array)
-        flat[name] = jnp.asarray(value) if isinstance(value, np.ndarray) else value
+        # On CPU device_put adopts the aligned buffer (jnp.asarray would copy it).
+        flat[name] = jax.device_put(value) if isinstance(value, np.ndarray) else value
         del array, value
         if progress is not None:
             progress(name, done, len(decl))

@@ -88,7 +88,10 @@ class SafetensorsFile:
                     f"{self.path}: tensor {name!r} has unknown type {kind!r}; "
                     "use a checkpoint in BF16, F16 or F32"
                 )
-            if stop - start != math.prod(shape) * _DTYPES[kind].itemsize:
+            if (
+                min(shape, default=0) < 0
+                or stop - start != math.prod(shape) * _DTYPES[kind].itemsize
+            ):
                 raise self._damaged(
                     f"tensor {name!r}: {stop - start} bytes do not hold {kind} {shape}"
                 )
