@@ -163,7 +163,7 @@ class SpecConfig(_FromMapping):
     """What to speculate with. `None` means: take the drafter's or the device's own best value."""
 
     mode: str = "auto"  # auto | tree | chain | off
-    drafter: str = "hybrid"  # head | lookup | hybrid | none
+    drafter: str | None = None  # head | lookup | hybrid | none; None: hybrid with a head, lookup without
     budget: int | None = None  # tree nodes verified per round, root included
     depth: int | None = None  # longest path below the root; None: all the drafter gives
     width: int = 8  # candidates kept per depth
@@ -177,7 +177,8 @@ class SpecConfig(_FromMapping):
 
     def __post_init__(self) -> None:
         _one_of("SpecConfig", "mode", self.mode, SPEC_MODES)
-        _one_of("SpecConfig", "drafter", self.drafter, DRAFTERS)
+        if self.drafter is not None:
+            _one_of("SpecConfig", "drafter", self.drafter, DRAFTERS)
         _one_of("SpecConfig", "builder", self.builder, BUILDERS)
         for field, low in (("width", 1), ("lookup_ngram", 1), ("lookup_branches", 1)):
             _at_least("SpecConfig", field, getattr(self, field), low)

@@ -7,15 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetspec_jax.config import EngineConfig, ModelConfig
+from jetspec_jax import drafter
+from jetspec_jax.config import DraftConfig, EngineConfig, ModelConfig
+from jetspec_jax.errors import ModelFileError
 from jetspec_jax.models import decoder
 from jetspec_jax.models.spec import WeightSpec
 from jetspec_jax.text import Tokenizer, load_tokenizer
-from jetspec_jax.typing import Params
-from jetspec_jax.weights import bundled_model_path, load_params, open_source
+from jetspec_jax.numerics import take_rows
+from jetspec_jax.typing import Array, Params, PyTree
+from jetspec_jax.weights import bundled_model_path, load_params, open_source, resolve_model
 from pallas_kernels import row_invariant_matmul as rim
 
 
@@ -27,8 +31,29 @@ class Target:
     config: ModelConfig
     params: Params
     tokenizer: Tokenizer
-    kernels: str  # which matmul runs: "cpu" (native) or "xla"
+    kernels: str  # which kernels run: "cpu" (native) or "xla"
     bundled: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(x.nbytes for x in jax.tree.leaves(self.params))
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """A loaded draft head with the rows of the target's LM head that it scores."""
+
+    path: Path
+    config: DraftConfig
+    params: Params
+    lm_rows: PyTree  # [Vd, H], packed or not; the target's own array where the vocabulary is not reduced
+    ids: Array | None  # [Vd] int32 target ids of those rows; None: the whole vocabulary
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the head's own parameters."""
+        return sum(x.nbytes for x in jax.tree.leaves(self.params))
 
 
 def weight_transform(engine: EngineConfig) -> tuple[Callable[[str, WeightSpec, np.ndarray], Any] | None, str]:
@@ -62,3 +87,40 @@ def load_target(
     transform, kernels = weight_transform(engine)
     params = load_params(source, decoder.declare(config), jnp.dtype(engine.dtype), transform=transform)
     return Target(source.path, config, params, load_tokenizer(source.path), kernels, model is None)
+
+
+def bundled_head_path() -> Path:
+    """Folder of the draft head that ships for the bundled model.
+
+    Raises:
+        ModelFileError: the package was installed without it.
+    """
+    path = Path(__file__).with_name("assets") / "smollm2-135m-draft"
+    if not (path / "config.json").is_file():
+        raise ModelFileError(f"the bundled draft head is missing at {path}; reinstall, or run with --draft none")
+    return path
+
+
+def load_head(
+    path: str | Path, target: Target, engine: EngineConfig, progress: Callable[[str], None] | None = None
+) -> Head:
+    """Read a draft head for `target` and gather the LM-head rows that it scores.
+
+    Raises:
+        ModelFileError: damaged files, or a head of another target.
+    """
+    folder = resolve_model(path)
+    (progress or (lambda _: None))(f"loading draft head from {folder}")
+    transform, _ = weight_transform(engine)
+    loaded = drafter.load_draft(folder, target.config, jnp.dtype(engine.dtype), transform=transform)
+    return make_head(folder, loaded.config, loaded.params, loaded.id_map, target)
+
+
+def make_head(path: Path, config: DraftConfig, params: Params, id_map: np.ndarray | None, target: Target) -> Head:
+    """A `Head` from its parts: gathers, and packs for the target's kernels, the LM-head rows of the id map."""
+    whole = decoder.lm_head_weight(target.params)
+    if id_map is None:
+        return Head(path, config, params, whole, None)
+    rows = take_rows(whole, jnp.asarray(id_map))
+    lm_rows = rim.pack(np.asarray(rows), "cpu") if target.kernels == "cpu" else rows
+    return Head(path, config, params, lm_rows, jnp.asarray(id_map, jnp.int32))

@@ -230,6 +230,9 @@ class GGUFSource:
             if self._size(key, head_dim) != head_dim:
                 raise self._bad(key, f"differs from the head size {head_dim}; use another model")
         layers, experts = self._size("block_count"), self._size("expert_count", 0, least=0)
+        present = sum(name.endswith(".input_layernorm.weight") for name in self._places)
+        if layers != present:
+            raise self._bad("block_count", f"the file holds {present} layers; convert it again")
         dense = tuple(
             i for i in range(layers) if f"model.layers.{i}.mlp.gate.weight" not in self._places
         )

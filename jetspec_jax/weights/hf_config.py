@@ -178,7 +178,7 @@ def parse_config(values: Mapping[str, Any], path: Path) -> ModelConfig:
     if not isinstance(family, str) or family not in FAMILIES:
         raise config.bad("model_type", f"supported are {', '.join(FAMILIES)}")
     layers, heads, hidden = (
-        config.integer(k) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+        config.size(k) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size")
     )
     _refuse_unsupported(config, layers)
     moe = family == "qwen3_moe"

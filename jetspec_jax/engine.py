@@ -1,0 +1,430 @@
+"""`LLM`: loads a target and a draft head, and turns requests into rounds and rounds into text."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jetspec_jax import costs
+from jetspec_jax.cache import KVCache, alloc
+from jetspec_jax.config import DraftConfig, EngineConfig, ModelConfig, SamplingParams, SpecConfig
+from jetspec_jax.errors import ConfigError, InputError
+from jetspec_jax.loading import Head, Target, bundled_head_path, load_head, load_target
+from jetspec_jax.models.decoder import Numerics
+from jetspec_jax.plan import RoundPlan
+from jetspec_jax.policy import Costs
+from jetspec_jax.programs import Programs, use_compilation_cache
+from jetspec_jax.request import Request, check_prompt, round_trace
+from jetspec_jax.results import GenerationResult, StreamChunk, Timings
+from jetspec_jax.session import MAX_STOP_IDS, Session, new_state
+from jetspec_jax.state import RUNNING, EngineParams
+
+# Node counts that the automatic budget chooses from, by the kernels in use: a native verify of 16 rows costs less
+# than two plain steps, XLA's more.
+AUTO_BUDGETS = {"cpu": (1, 4, 8, 12, 16), "xla": (1, 4, 8, 16)}
+LOOKUP_DEPTH = 8  # drafted tokens per round where no head sets the depth
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_ALL_ROUNDS = 64  # rounds per call of the whole-generation driver: an interrupt is seen between calls
+_REFILL_ROUNDS = 8  # while prompts wait for a slot
+_SLACK = 64  # cache slots above the capacity, enough for the writes of any plan
+
+Messages = Sequence[dict[str, Any]]
+
+
+class LLM:
+    """A target model with a drafter.
+
+    Args:
+        model: directory, GGUF file or hub id; None: the bundled SmolLM2-135M-Instruct.
+        draft: directory of a draft head, "none", or None: the bundled head if the model is the bundled one.
+        spec: default speculation settings.
+        engine: sizes and numerics.
+        progress: gets one line per slow step (loading, compiling).
+
+    Raises:
+        ModelFileError, ConfigError, KernelError: in one line what is wrong and what to do.
+    """
+
+    def __init__(
+        self, model: str | Path | None = None, draft: str | Path | None = None, *, spec: SpecConfig | None = None,
+        engine: EngineConfig | None = None, progress: Callable[[str], None] | None = None,
+    ) -> None:  # fmt: skip
+        started = time.perf_counter()
+        engine, say = engine or EngineConfig(), progress or (lambda _: None)
+        target = load_target(model, engine, say)
+        if draft is None and target.bundled:
+            draft = bundled_head_path()
+        head = load_head(draft, target, engine, say) if draft is not None and str(draft) != "none" else None
+        self._setup(target, head, spec, engine, say)
+        self.load_s = time.perf_counter() - started
+
+    @classmethod
+    def from_parts(
+        cls, target: Target, head: Head | None = None, *, spec: SpecConfig | None = None,
+        engine: EngineConfig | None = None, progress: Callable[[str], None] | None = None,
+    ) -> LLM:  # fmt: skip
+        """An engine from parts that are loaded already (tests, training)."""
+        self = cls.__new__(cls)
+        self._setup(target, head, spec, engine or EngineConfig(), progress or (lambda _: None))
+        self.load_s = 0.0
+        return self
+
+    def _setup(
+        self, target: Target, head: Head | None, spec: SpecConfig | None, engine: EngineConfig,
+        say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        use_compilation_cache()
+        if engine.capacity > target.config.max_context:
+            engine = dataclasses.replace(engine, capacity=target.config.max_context)
+        self.engine, self._say, self._target, self._head = engine, say, target, head
+        self.tokenizer = target.tokenizer
+        self.model_config: ModelConfig = target.config
+        self.draft_config: DraftConfig | None = head.config if head is not None else None
+        self.programs = Programs(say)
+        self._caches: dict[tuple[str, int], KVCache] = {}
+        self._costs: dict[tuple[RoundPlan, int], Costs] = {}
+        self.spec = self.resolve(spec or SpecConfig())
+
+    # ---- settings -----------------------------------------------------------------------------------------------
+
+    def resolve(self, spec: SpecConfig) -> SpecConfig:
+        """Fills what `spec` leaves open, and refuses what cannot be honoured.
+
+        Raises:
+            ConfigError: a head that is not loaded, or settings that contradict each other.
+        """
+        head = self.draft_config
+        drafter = spec.drafter or ("hybrid" if head is not None else "lookup")
+        if spec.mode == "off":
+            drafter = "none"
+        if drafter in ("head", "hybrid") and head is None:
+            raise ConfigError(
+                f"drafter {drafter!r} needs a draft head and none is loaded; give --draft DIR or --drafter lookup"
+            )
+        if spec.mode == "chain" and spec.builder not in ("exact", "chain"):
+            raise ConfigError(f"mode 'chain' and builder {spec.builder!r} contradict each other; drop one of them")
+        if head is None or drafter not in ("head", "hybrid"):
+            return dataclasses.replace(
+                spec, drafter=drafter, depth=spec.depth or LOOKUP_DEPTH,
+                builder="chain" if spec.mode == "chain" else spec.builder,
+            )  # fmt: skip
+        depth = spec.depth or head.depth
+        if depth > head.depth:
+            raise ConfigError(f"depth={depth} is more than the draft head's {head.depth}; give at most {head.depth}")
+        return dataclasses.replace(
+            spec, drafter=drafter, depth=depth, width=min(spec.width, head.head_vocab_size),
+            builder="chain" if spec.mode == "chain" else spec.builder,
+        )  # fmt: skip
+
+    def budgets(self, spec: SpecConfig) -> tuple[int, ...]:
+        """Node counts, root included, that rounds under a resolved `spec` may verify."""
+        if not spec.enabled:
+            return (1,)
+        depth = spec.depth or LOOKUP_DEPTH
+        if spec.mode == "chain":
+            return (min(spec.budget or depth + 1, depth + 1),)
+        if spec.mode == "tree":
+            return (spec.budget or 8,)
+        steps = AUTO_BUDGETS[self._target.kernels]
+        most = spec.budget or steps[-1]
+        return (*(b for b in steps if b < most), most)
+
+    def plan_for(self, spec: SpecConfig, logprobs: int | None = None) -> RoundPlan:
+        """The static part of the programs that a resolved `spec` runs."""
+        native = self._target.kernels == "cpu"
+        bitwise = self.engine.numerics == "bitwise"
+        return RoundPlan(
+            model=self.model_config,
+            head=self.draft_config if spec.drafter in ("head", "hybrid") else None,
+            spec=spec,
+            budgets=self.budgets(spec),
+            depth=(spec.depth or 0) if spec.enabled else 0,
+            # XLA's row bits change with the number of rows: every forward of this engine then has as many rows
+            # as its largest tree, plain decoding included
+            pad_rows=self.budgets(self.spec)[-1] if bitwise and not native else 1,
+            prefill_chunk=self.engine.prefill_chunk,
+            numerics=Numerics(bitwise=bitwise, native=native, attention_chunk=self.engine.attention_chunk),
+            logprobs=logprobs,
+        )
+
+    def plan(self) -> dict[str, Any]:
+        """What would run: resolved settings, memory in bytes, kernels."""
+        plan = self.plan_for(self.spec)
+        cfg, size = self.model_config, self._allocated()
+        item = jnp.dtype(self.engine.dtype).itemsize
+        head = self._head
+        return {
+            "model": cfg.name or self._target.path.name,
+            "path": str(self._target.path),
+            "draft": None if head is None else str(head.path),
+            "dtype": self.engine.dtype,
+            "kernels": {"cpu": "native CPU kernels (XLA FFI)", "xla": "XLA"}[self._target.kernels],
+            "numerics": self.engine.numerics,
+            "capacity": self.engine.capacity,
+            "spec": dataclasses.asdict(self.spec),
+            "budgets": list(plan.budgets),
+            "memory": {
+                "target_bytes": self._target.nbytes,
+                "draft_bytes": 0 if head is None else head.nbytes,
+                "cache_bytes_per_sequence": 2 * cfg.num_layers * cfg.kv_width * size * item,
+            },
+        }
+
+    # ---- sessions -----------------------------------------------------------------------------------------------
+
+    def _allocated(self) -> int:
+        chunk = self.engine.attention_chunk
+        return -(-(self.engine.capacity + max(_SLACK, self.engine.prefill_chunk)) // chunk) * chunk
+
+    def _take_cache(self, kind: str, batch: int) -> KVCache:
+        kept = self._caches.pop((kind, batch), None)
+        if kept is not None:
+            return kept
+        cfg: Any = self.model_config if kind == "target" else self.draft_config
+        dtype = jnp.dtype(self.engine.dtype)
+        return alloc(cfg.num_layers, batch, cfg.num_kv_heads, self._allocated(), cfg.head_dim, dtype)
+
+    def params_for(self, plan: RoundPlan, table: Costs | None = None) -> EngineParams:
+        """Arrays that the programs of `plan` read."""
+        head = self._head if plan.head is not None else None
+        return EngineParams(
+            target=self._target.params,
+            draft=head.params if head is not None else None,
+            draft_lm=head.lm_rows if head is not None else None,
+            draft_ids=head.ids if head is not None else None,
+            costs=table if table is not None else costs.placeholder(plan),
+        )
+
+    @contextlib.contextmanager
+    def session(self, plan: RoundPlan, batch: int, table: Costs | None = None) -> Iterator[Session]:
+        """Slots that run `plan`; the caches are lent to the session and come back at its end."""
+        states = []
+        for rows in (batch,) if batch == 1 else (batch, 1):
+            context = self._take_cache("draft", rows) if plan.head is not None else None
+            states.append(new_state(plan, rows, self._take_cache("target", rows), context))
+        session = Session(self.programs, plan, self.params_for(plan, table), *states, *[None] * (2 - len(states)))
+        try:
+            yield session
+        finally:
+            for state in session.states():
+                rows = state.tokens.shape[0]
+                self._caches["target", rows] = state.cache
+                if state.context is not None:
+                    self._caches["draft", rows] = state.context
+
+    def _table(self, plan: RoundPlan, batch: int) -> Costs | None:
+        """Measured costs of `plan`'s budgets; None where there is nothing to choose."""
+        if len(plan.budgets) == 1:
+            return None
+        key = (plan, batch)
+        if key not in self._costs:
+            self._costs[key] = costs.load_or_measure(self, plan, batch, self._say)
+        return self._costs[key]
+
+    def warmup(self, batch: int = 1, spec: SpecConfig | None = None) -> float:
+        """Compiles what `generate` with this batch needs and measures its costs; returns seconds of compilation."""
+        before = self.programs.seconds
+        plan = self.plan_for(self.resolve(spec) if spec is not None else self.spec)
+        batch = _bucket(batch)
+        table = self._table(plan, batch)
+        with self.session(plan, batch, table) as session:
+            session.compile(details=False)
+        return self.programs.seconds - before
+
+    def measure_costs(self, batch: int = 1, spec: SpecConfig | None = None) -> dict[str, Any]:
+        """Seconds of a plain step, of verification by budget, and of drafting, measured now."""
+        plan = self.plan_for(self.resolve(spec) if spec is not None else self.spec)
+        return costs.measure(self, plan, _bucket(batch))
+
+    # ---- requests -----------------------------------------------------------------------------------------------
+
+    def _request(self, prompt: str | Sequence[int] | Messages, sampling: SamplingParams, trace: bool) -> Request:
+        ids = self.encode(prompt)
+        check_prompt(ids, self.model_config.vocab_size, self.engine.capacity)
+        ends = () if sampling.ignore_eos else self.model_config.eos_ids
+        stop_ids = tuple(dict.fromkeys((*ends, *sampling.stop_token_ids)))
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise ConfigError(f"{len(stop_ids)} stop ids are too many; give at most {MAX_STOP_IDS}")
+        limit = min(len(ids) + sampling.max_tokens, self.engine.capacity)
+        return Request(ids, sampling, self.tokenizer, stop_ids, limit, [] if trace else None)
+
+    def encode(self, prompt: str | Sequence[int] | Messages) -> list[int]:
+        """Token ids of a text, of chat messages (through the model's template), or of ids as they are."""
+        if isinstance(prompt, str):
+            if not prompt.strip():
+                raise InputError("the prompt is empty; give some text")
+            return self.tokenizer.encode(prompt)
+        items = list(prompt)
+        if items and isinstance(items[0], dict):
+            return self.tokenizer.chat(items)
+        return [int(i) for i in items]
+
+    def generate(
+        self, prompts: str | Sequence[Any], sampling: SamplingParams | Sequence[SamplingParams] | None = None, *,
+        spec: SpecConfig | None = None, trace: bool = False,
+    ) -> list[GenerationResult]:  # fmt: skip
+        """Completes one prompt or many (texts or token ids), in batches, in order.
+
+        Args:
+            prompts: a text, token ids, or a sequence of either.
+            sampling: for all, or one per prompt.
+            spec: overrides the engine's speculation settings for this call.
+            trace: keep every round's tree.
+
+        Raises:
+            InputError: a prompt that cannot be served; nothing has been generated then.
+        """
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        items = [prompts] if single else list(prompts)
+        return self._run(items, sampling, spec, trace)
+
+    def chat(
+        self, messages: Sequence[Any], sampling: SamplingParams | Sequence[SamplingParams] | None = None, *,
+        system: str | None = None, template_kwargs: dict[str, Any] | None = None, spec: SpecConfig | None = None,
+        trace: bool = False,
+    ) -> list[GenerationResult]:  # fmt: skip
+        """Answers one conversation (a list of messages) or many, through the model's chat template."""
+        if not messages:
+            raise InputError("messages are empty; give at least one message")
+        many = [messages] if isinstance(messages[0], dict) else list(messages)
+        ids = [self.tokenizer.chat(list(m), system=system, **(template_kwargs or {})) for m in many]
+        return self._run(ids, sampling, spec, trace)
+
+    def stream(
+        self, prompt: str | Sequence[int] | Messages, sampling: SamplingParams | None = None, *,
+        spec: SpecConfig | None = None, trace: bool = False,
+    ) -> Iterator[StreamChunk]:  # fmt: skip
+        """One prompt (text, ids or chat messages), a chunk per round; the last chunk carries the result."""
+        request = self._request(prompt, sampling or SamplingParams(), trace)
+        yield from self._stream(request, self.resolve(spec) if spec is not None else self.spec)
+
+    def _stream(self, request: Request, spec: SpecConfig) -> Iterator[StreamChunk]:
+        plan = self.plan_for(spec, request.sampling.logprobs)
+        compiled = self.programs.seconds
+        table = self._table(plan, 1)
+        with self.session(plan, 1, table) as session:
+            details = _details(request)
+            session.compile(details=details)
+            compile_s, first = self.programs.seconds - compiled, None
+            _admit(session, 0, request, spec)
+            while request.finish_reason is None:
+                text, new = _advance(session, [request], 1)[0]
+                first = first if first is not None else session.prefill_s + session.decode_s
+                done = request.finish_reason is not None
+                result = None
+                if done:
+                    timings = Timings(self.load_s, compile_s, session.prefill_s, session.decode_s, first)
+                    result = request.result(timings, session.stats(0))
+                start = len(request.ids) - new
+                yield StreamChunk(
+                    text, tuple(request.ids[start:]), tuple(request.accepted[start:]), session.rounds, done, result
+                )
+
+    def _run(
+        self, prompts: list[Any], sampling: SamplingParams | Sequence[SamplingParams] | None, spec: SpecConfig | None,
+        trace: bool,
+    ) -> list[GenerationResult]:  # fmt: skip
+        if not prompts:
+            raise InputError("no prompts; give at least one")
+        each = list(sampling) if isinstance(sampling, Sequence) else [sampling or SamplingParams()] * len(prompts)
+        if len(each) != len(prompts):
+            raise InputError(f"{len(each)} sampling settings for {len(prompts)} prompts; give one, or one per prompt")
+        requests = [self._request(p, s, trace) for p, s in zip(prompts, each, strict=True)]
+        resolved = self.resolve(spec) if spec is not None else self.spec
+        wanted = [s.logprobs for s in each if s.logprobs is not None]
+        plan = self.plan_for(resolved, max(wanted) if wanted else None)
+        batch = _bucket(min(len(requests), self.engine.max_batch))
+        compiled = self.programs.seconds
+        table = self._table(plan, batch)
+        results: list[GenerationResult | None] = [None] * len(requests)
+        slots: list[int | None] = [None] * batch
+        queue = iter(range(len(requests)))
+        with self.session(plan, batch, table) as session:
+            details = any(_details(r) for r in requests)
+            session.compile(details=details)
+            compile_s = self.programs.seconds - compiled
+            started: dict[int, tuple[float, float]] = {}
+            ttft: dict[int, float] = {}
+            waiting = True
+            while True:
+                for slot in range(batch):
+                    if waiting and slots[slot] is None:
+                        index = next(queue, None)
+                        if index is None:
+                            waiting = False
+                            break
+                        started[index] = (session.prefill_s, session.decode_s)
+                        slots[slot] = index
+                        _admit(session, slot, requests[index], resolved)
+                live = [None if i is None else requests[i] for i in slots]
+                if not any(live):
+                    break
+                fresh = any(i is not None and i not in ttft for i in slots)
+                _advance(session, live, 1 if fresh else _REFILL_ROUNDS if waiting else _ALL_ROUNDS)
+                for slot, index in enumerate(slots):
+                    if index is None:
+                        continue
+                    prefill_0, decode_0 = started[index]
+                    spent = session.prefill_s - prefill_0 + session.decode_s - decode_0
+                    ttft.setdefault(index, spent)
+                    if requests[index].finish_reason is not None:
+                        timings = Timings(
+                            self.load_s, compile_s, session.prefill_s - prefill_0, session.decode_s - decode_0,
+                            ttft[index],
+                        )  # fmt: skip
+                        results[index] = requests[index].result(timings, session.stats(slot))
+                        slots[slot] = None
+        return [r for r in results if r is not None]
+
+
+def _bucket(batch: int) -> int:
+    """The smallest compiled batch that holds `batch` sequences."""
+    return next((b for b in _BATCHES if b >= batch), _BATCHES[-1])
+
+
+def _details(request: Request) -> bool:
+    """Whether rounds must be run one by one with their details."""
+    return request.trace is not None or request.sampling.logprobs is not None
+
+
+def _admit(session: Session, slot: int, request: Request, spec: SpecConfig) -> None:
+    session.admit(slot, request.prompt, request.limit, request.stop_ids, request.sampling, spec.enabled)
+
+
+def _advance(session: Session, slots: Sequence[Request | None], rounds: int) -> list[tuple[str, int]]:
+    """Runs rounds and hands their ids to the requests; per slot the new text and the number of new ids."""
+    live = [r for r in slots if r is not None]
+    details = any(_details(r) for r in live)
+    out = None
+    if details:
+        out = session.step()
+    else:
+        # a stop string may end any round, and no round after it should count
+        session.run(1 if any(r.sampling.stop for r in live) else rounds)
+    committed, status = session.status()
+    news: list[tuple[str, int]] = []
+    for slot, request in enumerate(slots):
+        if request is None:
+            news.append(("", 0))
+            continue
+        before = len(request.ids)
+        ids, drafted = session.ids(slot, request.committed, int(committed[slot]))
+        text = request.take(ids, drafted, int(status[slot]), RUNNING)
+        if out is not None:
+            if request.sampling.logprobs is not None:
+                k = request.sampling.logprobs
+                logprob, top_ids, top = (np.asarray(x)[slot] for x in (out.logprob, out.top_ids, out.top_logprobs))
+                request.add_logprobs(logprob, top_ids[:, :k], top[:, :k], before)
+            if request.trace is not None:
+                request.trace.append(round_trace(out, slot))
+        if request.finish_reason is not None and int(status[slot]) == RUNNING:
+            session.free(slot)
+        news.append((text, len(request.ids) - before))
+    return news
