@@ -120,7 +120,7 @@ def header(args: argparse.Namespace, llm: Any, engine: Any, command: str) -> dic
     return {
         "command": command,
         "model": args.model or cli.BUNDLED,
-        "draft": args.draft or ("bundled" if llm.draft_config is not None else None),
+        "draft": cli.head_name(args, llm),
         "hardware": facts.hardware(),
         "dtype": engine.dtype,
         "batch": args.batch,

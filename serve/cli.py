@@ -68,7 +68,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="PATH", help="HF directory or GGUF file (default: bundled SmolLM2-135M)"
     )
     group.add_argument(
-        "--draft", metavar="PATH", help="draft head directory (default: bundled head, if it fits)"
+        "--draft",
+        metavar="PATH",
+        help="draft head directory, or none (default: the bundled model's own head)",
     )
     group.add_argument("--dtype", choices=DTYPES, help="weights and activations (default: float32)")
     group.add_argument(
@@ -199,16 +201,21 @@ def _tuples(value: Any) -> Any:
 def describe_load(args: argparse.Namespace) -> str:
     """The first line a command prints, made from the flags alone."""
     model = args.model or BUNDLED
-    if args.draft:
-        head = f"draft head {args.draft}"
+    if args.draft == "none" or (args.draft is None and args.model is not None):
+        head = "no draft head"
     else:
-        head = "no draft head (--draft)" if args.model else "its bundled draft head"
+        head = f"draft head {args.draft}" if args.draft else "its bundled draft head"
     return f"loading {model} with {head}, {args.dtype or EngineConfig().dtype}"
+
+
+def head_name(args: argparse.Namespace, llm: Any) -> str | None:
+    """The loaded draft head for result documents: its path, "bundled", or None."""
+    return None if llm.draft_config is None else args.draft or "bundled"
 
 
 def check_path(path: str | None, flag: str) -> None:
     """Refuses a missing local path before anything heavy is imported. Hub ids (org/name) pass."""
-    if path is None:
+    if path is None or (flag, path) == ("--draft", "none"):
         return
     local = (
         path.startswith((".", "/", "~"))

@@ -121,7 +121,7 @@ def _run(args: argparse.Namespace) -> int:
     total = time.perf_counter() - start
     document = {
         "model": args.model or cli.BUNDLED,
-        "draft": args.draft or (None if llm.draft_config is None else "bundled"),
+        "draft": cli.head_name(args, llm),
         "prompts": len(rows),
         "tokens_identical": identical,
         "speedup": summary["speedup"],

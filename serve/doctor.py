@@ -203,7 +203,7 @@ def diagnose(
                     "template",
                 )
             )
-    del llm  # its weights, before the next engine is built
+    del llm  # its caches, before the next engine allocates its own
     for suspect in suspects_of(draft, model):
         try:
             with varied_head(folder, suspect.change) as copy:
@@ -244,14 +244,11 @@ def run(args: argparse.Namespace, engine: EngineConfig, kwargs: Mapping[str, Any
     """`--doctor`: prints the diagnosis; exit code 1 when something is wrong."""
     folder = head_folder(args)
 
-    def open_llm(head: Path) -> Any:
-        return cli.load_llm(argparse.Namespace(**{**vars(args), "draft": str(head)}), CHAIN, engine)
-
     def tell(finding: Finding) -> None:
         if not args.json:
             print(f"{finding.verdict:>7}  {finding.check}: {finding.detail}", flush=True)
 
-    findings = diagnose(open_llm, folder, kwargs, tell)
+    findings = diagnose(opener(args, engine), folder, kwargs, tell)
     wrong = [f for f in findings if f.verdict == BAD]
     if args.json:
         print(cli.dump_json({"version": 1, "healthy": not wrong, "findings": findings}, indent=2))
@@ -262,16 +259,32 @@ def run(args: argparse.Namespace, engine: EngineConfig, kwargs: Mapping[str, Any
     return 1 if wrong else 0
 
 
+def opener(args: argparse.Namespace, engine: EngineConfig) -> Callable[[Path], Any]:
+    """Head directory -> engine. The target is read once and shared by all of them."""
+    from jetspec_jax import LLM, loading
+
+    target = loading.load_target(args.model, engine, cli.say)
+
+    def open_llm(head: Path) -> LLM:
+        loaded = loading.load_head(head, target, engine, lambda line: None)
+        return LLM.from_parts(target, loaded, spec=CHAIN, engine=engine)
+
+    return open_llm
+
+
 def head_folder(args: argparse.Namespace) -> Path:
     """The head's directory: `--draft`, or the bundled one of the bundled model."""
-    if args.draft is not None:
+    if args.draft is not None and args.draft != "none":
         folder = Path(args.draft).expanduser()
-    elif args.model is not None:
+    elif args.model is not None or args.draft == "none":
         raise ConfigError("--doctor has no draft head to look at; give --draft DIR")
     else:
-        from jetspec_jax.weights.bundled import bundled_draft_path  # only needed here
+        from jetspec_jax.loading import bundled_head_path
 
-        folder = Path(bundled_draft_path())
+        found = bundled_head_path()
+        if found is None:
+            raise ConfigError("--doctor: no draft head comes with this version; give --draft DIR")
+        folder = Path(found)
     if not folder.is_dir():
         raise ConfigError(
             f"--doctor: {folder} is not a directory; give the draft head's directory with --draft"

@@ -143,7 +143,7 @@ class Job:
         return {
             "version": outputs.VERSION,
             "model": self.args.model or cli.BUNDLED,
-            "draft": self.args.draft or (None if self.llm.draft_config is None else "bundled"),
+            "draft": cli.head_name(self.args, self.llm),
             "hardware": facts.hardware(),
             "dtype": self.engine.dtype,
             "versions": facts.versions(),
@@ -185,7 +185,7 @@ class Job:
             else max(range(len(rounds)), key=lambda i: len(rounds[i].path))
         )
         view = rounds[index]
-        nodes = sum(view.valid)
+        nodes = len(view.token)
         cli.say(
             f"round {index + 1} of {len(rounds)}: {nodes} nodes, {len(view.path) - 1} accepted (✓)"
         )

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jetspec_jax.config import SamplingParams, SpecConfig
-from jetspec_jax.stats import SpecStats, pooled
+from jetspec_jax.stats import SpecStats, pooled, tokens_per_second
 from serve.suites import SuitePrompt
 
 PLAIN = "plain"
@@ -38,8 +38,8 @@ class Sample:
 
     @property
     def tok_s(self) -> float | None:
-        """Decoded tokens per second. The first token comes out of prefill and is not counted."""
-        return (len(self.token_ids) - 1) / self.decode_s if self.decode_s > 0 else None
+        """Delivered tokens per second of decoding."""
+        return tokens_per_second(len(self.token_ids), self.decode_s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,8 +186,8 @@ def summarise(rows: Sequence[Row], variant: str) -> dict[str, Any]:
     stats = pooled(row.variants[variant].stats for row in rows)
     identical = [row for row in rows if row.identical(variant)]
     odd = next((row for row in rows if not row.identical(variant)), None)
-    plain_tokens = sum(len(row.plain.token_ids) - 1 for row in rows)
-    spec_tokens = sum(len(row.variants[variant].token_ids) - 1 for row in rows)
+    plain_tokens = sum(len(row.plain.token_ids) for row in rows)
+    spec_tokens = sum(len(row.variants[variant].token_ids) for row in rows)
     taus = [tau for row in rows if (tau := row.variants[variant].stats.tau) is not None]
     ups = [up for row in rows if (up := row.speedup(variant)) is not None]
     return {

@@ -6,7 +6,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jetspec_jax.results import RoundTrace  # numpy
 
 RESET, GREEN, DIM, BOLD, YELLOW = "\x1b[0m", "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[33m"
 SOURCES = {0: "head", 1: "lookup", 2: "head+lookup"}
@@ -72,23 +75,20 @@ class TreeView:
     parent: Sequence[int]
     score: Sequence[float]
     source: Sequence[int]
-    valid: Sequence[bool]
     path: Sequence[int]  # accepted nodes, the root first
     bonus: int | None = None  # token the target put after the accepted path
 
 
-def view_of(trace: Any) -> TreeView:
-    """A `RoundTrace` (tree arrays, path, accepted count, bonus token) as a TreeView."""
-    tree = trace.tree
-    accepted = int(trace.accepted)
+def view_of(trace: RoundTrace) -> TreeView:
+    """A `RoundTrace` as a TreeView. The bonus is None where the answer was cut before it."""
+    accepted = len(trace.path) - 1
     return TreeView(
-        token=[int(x) for x in tree.token],
-        parent=[int(x) for x in tree.parent],
-        score=[float(x) for x in tree.score],
-        source=[int(x) for x in tree.source],
-        valid=[bool(x) for x in tree.valid],
-        path=[int(x) for x in trace.path][: accepted + 1],
-        bonus=int(trace.bonus),
+        token=[int(x) for x in trace.token],
+        parent=[int(x) for x in trace.parent],
+        score=[float(x) for x in trace.score],
+        source=[int(x) for x in trace.source],
+        path=[int(x) for x in trace.path],
+        bonus=int(trace.emitted[accepted]) if len(trace.emitted) > accepted else None,
     )
 
 
@@ -103,8 +103,7 @@ def tree_lines(view: TreeView, piece: Callable[[int], str], colour: bool = False
     """
     children: dict[int, list[int]] = collections.defaultdict(list)
     for node in range(1, len(view.token)):
-        if view.valid[node]:
-            children[view.parent[node]].append(node)
+        children[view.parent[node]].append(node)
     accepted = set(view.path)
     lines = [f"{paint(repr(piece(view.token[0])), BOLD, colour)} (root)"]
     # An explicit stack: parents are drawn before children, siblings best first.

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jetspec_jax.config import EngineConfig, ModelConfig, SamplingParams, SpecConfig
+from jetspec_jax.results import GenerationResult, RoundTrace, StreamChunk, Timings
 from jetspec_jax.stats import SpecStats
 
 MODEL = ModelConfig(
@@ -142,10 +143,10 @@ class FakeLLM:
                 raise KeyboardInterrupt
             ids = result.token_ids[start : start + 4]
             last = start + 4 >= len(result.token_ids)
-            yield types.SimpleNamespace(
+            yield StreamChunk(
                 text=self.tokenizer.decode(ids),
                 token_ids=ids,
-                accepted=[i % 4 != 3 for i in range(len(ids))],
+                accepted=result.accepted[start : start + 4],
                 rounds=number + 1,
                 finished=last,
                 result=result if last else None,
@@ -157,38 +158,30 @@ class FakeLLM:
             ids[FakeLLM.differ_at] = ord("?")
         rounds = len(ids) // 4 if on else 0
         stats = SpecStats(rounds, (0, 0, 0, rounds), (rounds,) * 3, 4 * rounds, len(ids))
-        decode_s = (len(ids) - 1) * (SPEC_S if on else PLAIN_S)
-        return types.SimpleNamespace(
-            prompt_token_ids=prompt,
+        decode_s = len(ids) * (SPEC_S if on else PLAIN_S)
+        return GenerationResult(
+            prompt_token_ids=tuple(prompt),
             text=self.tokenizer.decode(ids),
-            token_ids=ids,
+            token_ids=tuple(ids),
             finish_reason="length" if len(ids) == sampling.max_tokens else "stop",
             logprobs=None,
-            stop=None,
+            timings=Timings(0.0, 0.0, 0.01, decode_s, 0.02, len(ids)),
             spec=stats,
-            timings=types.SimpleNamespace(
-                load_s=0.0,
-                compile_s=0.0,
-                prefill_s=0.01,
-                decode_s=decode_s,
-                ttft_s=0.02,
-                tok_s=(len(ids) - 1) / decode_s if decode_s else None,
-            ),
-            trace=[self._round(ids, r) for r in range(rounds)] if trace else None,
+            trace=tuple(self._round(ids, r) for r in range(rounds)) if trace else None,
+            stop=None,
+            accepted=tuple(on and i % 4 != 3 for i in range(len(ids))),
         )
 
     @staticmethod
-    def _round(ids: list[int], index: int) -> Any:
+    def _round(ids: list[int], index: int) -> RoundTrace:
         """A chain of three accepted nodes, and one rejected sibling at depth 1."""
-        token = [ids[4 * index], *ids[4 * index + 1 : 4 * index + 4], ord("z")][:5]
-        tree = types.SimpleNamespace(
-            token=np.array(token),
-            parent=np.array([-1, 0, 1, 2, 0][: len(token)]),
+        return RoundTrace(
+            token=np.array([*ids[4 * index : 4 * index + 4], ord("z")]),
+            parent=np.array([-1, 0, 1, 2, 0]),
             depth=np.array([0, 1, 2, 3, 1]),
-            score=np.array([0.0, -0.1, -0.2, -0.4, -2.5]),
+            score=np.array([0.0, -0.1, -0.2, -0.4, -2.5], np.float32),
             source=np.array([0, 0, 2, 1, 0]),
-            valid=np.ones(5, bool),
-        )
-        return types.SimpleNamespace(
-            tree=tree, path=np.array([0, 1, 2, 3, 3]), accepted=3, bonus=ord("!")
+            path=(0, 1, 2, 3),
+            emitted=(*ids[4 * index + 1 : 4 * index + 4], ord("!")),
+            budget=5,
         )

@@ -16,7 +16,7 @@ from jetspec_jax.config import DraftConfig, RopeConfig
 from jetspec_jax.drafter.checkpoint import config_json, read_draft_config
 from jetspec_jax.errors import ModelFileError
 from jetspec_jax.stats import SpecStats
-from serve import generate
+from serve import doctor, generate
 from serve.doctor import diagnose
 from serve.doctor_checks import BAD, NEEDED, OK, WARN, Finding, check_config, check_files
 from tests.serve.conftest import Run
@@ -66,8 +66,8 @@ class HeadLLM(FakeLLM):
         fits = all(getattr(self.draft_config, key) == getattr(self.trained, key) for key in KEYS)
         hist = [0, 0, 0, 0]
         hist[self.level if fits else 0] = 10
-        result.spec = SpecStats(10, tuple(hist), (10, 10, 10), 40, 30)
-        return result
+        stats = SpecStats(10, tuple(hist), (10, 10, 10), 40, 30)
+        return dataclasses.replace(result, spec=stats)
 
 
 def verdicts(folder: Path, llm: Callable[[Path], Any] = HeadLLM) -> dict[str, list[Finding]]:
@@ -154,11 +154,7 @@ def test_causal_flag_names(tmp_path: Path, flags: dict[str, bool], verdict: str)
 def test_command_line(
     fake: type[FakeLLM], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class FromCommand(HeadLLM):
-        def __init__(self, model: Any, draft: str, **kwargs: Any) -> None:
-            super().__init__(Path(draft), **kwargs)
-
-    monkeypatch.setattr("jetspec_jax.LLM", FromCommand)
+    monkeypatch.setattr(doctor, "opener", lambda args, engine: HeadLLM)
     good = write_head(tmp_path / "good", TRUE)
     got = run(generate.main, "--doctor", "--draft", str(good))
     assert got.code == 0 and got.out.endswith("nothing wrong found\n")

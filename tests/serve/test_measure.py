@@ -50,8 +50,8 @@ def test_summary_of_two_prompts() -> None:
     assert got["acceptance"] == [pytest.approx(3 / 10), pytest.approx(2 / 5)]
     assert got["accepted_hist"] == [7, 1, 2] and got["rounds"] == 10
     assert got["nodes_per_round"] == pytest.approx(3.0)
-    assert got["plain_tok_s"] == pytest.approx((10 + 6) / 6.0)  # the first token belongs to prefill
-    assert got["spec_tok_s"] == pytest.approx(16 / 3.0)
+    assert got["plain_tok_s"] == pytest.approx((11 + 7) / 6.0)
+    assert got["spec_tok_s"] == pytest.approx(18 / 3.0)
     assert got["round_ms"] == pytest.approx(300.0)
     assert (
         got["identical"] is True

@@ -7,18 +7,17 @@ import re
 from serve.render import AcceptedPainter, TreeView, key_values, number, percent, tree_lines
 
 VIEW = TreeView(
-    token=[1, 2, 3, 4, 5, 6],
-    parent=[-1, 0, 0, 1, 3, 0],
-    score=[0.0, -0.1, -1.0, -0.5, -0.75, -9.0],
-    source=[0, 0, 1, 2, 0, 0],
-    valid=[True, True, True, True, True, False],
+    token=[1, 2, 3, 4, 5],
+    parent=[-1, 0, 0, 1, 3],
+    score=[0.0, -0.1, -1.0, -0.5, -0.75],
+    source=[0, 0, 1, 2, 0],
     path=[0, 1, 3],
     bonus=7,
 )
 
 
 def piece(token: int) -> str:
-    return {1: "root", 2: "a", 3: "b", 4: "a1", 5: "a\n", 6: "never", 7: "next"}[token]
+    return {1: "root", 2: "a", 3: "b", 4: "a1", 5: "a\n", 7: "next"}[token]
 
 
 def test_tree_lines() -> None:
@@ -36,7 +35,7 @@ def test_tree_lines() -> None:
 
 
 def test_a_root_alone() -> None:
-    view = TreeView([1], [-1], [0.0], [0], [True], [0], None)
+    view = TreeView([1], [-1], [0.0], [0], [0], None)
     assert tree_lines(view, piece) == ["'root' (root)"]
 
 
