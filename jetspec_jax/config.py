@@ -13,6 +13,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 SPEC_MODES = ("auto", "tree", "chain", "off")
 DRAFTERS = ("head", "lookup", "hybrid", "none")
+SCRIPTED = "scripted"  # a test double (testing.py): drafts given tokens
 BUILDERS = ("exact", "chain", "accum_logp", "top2gap", "depth_rank_histogram")
 NUMERICS = ("fast", "bitwise")
 KERNELS = ("auto", "cpu", "xla")
@@ -178,7 +179,7 @@ class SpecConfig(_FromMapping):
     def __post_init__(self) -> None:
         _one_of("SpecConfig", "mode", self.mode, SPEC_MODES)
         if self.drafter is not None:
-            _one_of("SpecConfig", "drafter", self.drafter, DRAFTERS)
+            _one_of("SpecConfig", "drafter", self.drafter, (*DRAFTERS, SCRIPTED))
         _one_of("SpecConfig", "builder", self.builder, BUILDERS)
         for field, low in (("width", 1), ("lookup_ngram", 1), ("lookup_branches", 1)):
             _at_least("SpecConfig", field, getattr(self, field), low)

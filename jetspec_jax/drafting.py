@@ -8,11 +8,12 @@ from jax import lax
 
 from jetspec_jax import drafter
 from jetspec_jax.cache import KVCache, append
+from jetspec_jax.config import SCRIPTED
 from jetspec_jax.models.decoder import embed_tokens
 from jetspec_jax.plan import RoundPlan
 from jetspec_jax.sampling import position_key, token_noise
 from jetspec_jax.state import RUNNING, DecodeState, EngineParams
-from jetspec_jax.tree import Candidates, Tree, build_tree, lookup_candidates, lookup_tree, merge
+from jetspec_jax.tree import Candidates, Chains, Tree, build_tree, lookup_candidates, lookup_tree, merge
 from jetspec_jax.tree.topology import padded_root
 from jetspec_jax.typing import Array
 
@@ -51,6 +52,10 @@ def draft_tree(plan: RoundPlan, params: EngineParams, state: DecodeState, draft_
 
     def draft() -> Tree:
         spec = plan.spec
+        if spec.drafter == SCRIPTED:
+            return jax.vmap(lambda t, n, a, m: lookup_tree(_script(params, t, n, plan.depth), a, nodes, m))(
+                state.tokens, state.committed, anchor, max_depth
+            )
         if plan.uses_head:
             cands = _head_candidates(plan, params, state, anchor)
             tree = jax.vmap(
@@ -68,6 +73,15 @@ def draft_tree(plan: RoundPlan, params: EngineParams, state: DecodeState, draft_
         return jax.vmap(lambda t, c, m: merge(t, c, nodes, m))(tree, chains, max_depth)
 
     return lax.cond(draft_now, draft, nothing)
+
+
+def _script(params: EngineParams, tokens: Array, committed: Array, depth: int) -> Chains:
+    """Test double: the continuations written down for the prompt that begins with `tokens[0]`."""
+    rows = lax.dynamic_slice_in_dim(params.script[tokens[0]], committed, depth, axis=1)  # [R, D]
+    valid = jnp.cumprod((rows >= 0).astype(jnp.int32), axis=1).astype(bool)
+    # earlier continuations first, and none so unlikely that a budget would drop its last node before another's first
+    order = -0.01 * (1 + jnp.arange(rows.shape[0], dtype=jnp.float32))[:, None]
+    return Chains(jnp.where(valid, rows, 0), jnp.where(valid, jnp.broadcast_to(order, rows.shape), -jnp.inf), valid)
 
 
 def _head_candidates(plan: RoundPlan, params: EngineParams, state: DecodeState, anchor: Array) -> Candidates:

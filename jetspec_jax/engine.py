@@ -14,7 +14,7 @@ import numpy as np
 
 from jetspec_jax import costs
 from jetspec_jax.cache import KVCache, alloc
-from jetspec_jax.config import DraftConfig, EngineConfig, ModelConfig, SamplingParams, SpecConfig
+from jetspec_jax.config import SCRIPTED, DraftConfig, EngineConfig, ModelConfig, SamplingParams, SpecConfig
 from jetspec_jax.errors import ConfigError, InputError
 from jetspec_jax.loading import Head, Target, bundled_head_path, load_head, load_target
 from jetspec_jax.models.decoder import Numerics
@@ -90,6 +90,7 @@ class LLM:
         self.programs = Programs(say)
         self._caches: dict[tuple[str, int], KVCache] = {}
         self._costs: dict[tuple[RoundPlan, int], Costs] = {}
+        self.script: Any = None  # see EngineParams; set by testing.script
         self.spec = self.resolve(spec or SpecConfig())
 
     # ---- settings -----------------------------------------------------------------------------------------------
@@ -110,6 +111,8 @@ class LLM:
             )
         if spec.mode == "chain" and spec.builder not in ("exact", "chain"):
             raise ConfigError(f"mode 'chain' and builder {spec.builder!r} contradict each other; drop one of them")
+        if drafter == SCRIPTED and self.script is None:
+            raise ConfigError("drafter 'scripted' is a test double; choose head, lookup, hybrid or none")
         if head is None or drafter not in ("head", "hybrid"):
             return dataclasses.replace(
                 spec, drafter=drafter, depth=spec.depth or LOOKUP_DEPTH,
@@ -200,6 +203,7 @@ class LLM:
             draft_lm=head.lm_rows if head is not None else None,
             draft_ids=head.ids if head is not None else None,
             costs=table if table is not None else costs.placeholder(plan),
+            script=self.script if plan.spec.drafter == SCRIPTED else None,
         )
 
     @contextlib.contextmanager

@@ -22,6 +22,8 @@ class EngineParams:
         draft_lm: [Vd, H] rows of the target's LM head that the drafter scores (the whole head if not reduced).
         draft_ids: [Vd] int32, vocabulary ids of those rows; None when not reduced.
         costs: budget costs, see `policy.Costs`.
+        script: [V, R, S] int32, only with the scripted test drafter: continuations by absolute position (-1: none)
+            of the prompt whose first id is the index.
     """
 
     target: Params
@@ -29,6 +31,7 @@ class EngineParams:
     draft_lm: PyTree
     draft_ids: Array | None
     costs: PyTree
+    script: Array | None = None
 
 
 @flax.struct.dataclass

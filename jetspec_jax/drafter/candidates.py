@@ -9,6 +9,7 @@ from jetspec_jax.config import DraftConfig
 from jetspec_jax.drafter.path import parent_features
 from jetspec_jax.drafter.projection import linear
 from jetspec_jax.errors import ConfigError
+from jetspec_jax.numerics import take_rows
 from jetspec_jax.tree.topology import Candidates
 from jetspec_jax.typing import Array, Params
 
@@ -93,7 +94,7 @@ def _markov(
             # mass outside the candidates, in units of exp(best[0]): the same for all parents
             total = jnp.exp(mixed - best[0]).sum()
             tail = jnp.maximum(total - jnp.exp(best - best[0]).sum(), 1e-6 * total)
-            rows = base[level][chosen][None] + (features @ w2[chosen].astype(jnp.float32).T)  # [P, W]
+            rows = base[level][chosen][None] + (features @ take_rows(w2, chosen).astype(jnp.float32).T)  # [P, W]
             log_z = jnp.logaddexp(jax.nn.logsumexp(rows, -1), best[0] + jnp.log(tail))
             logp = rows - log_z[:, None]
         logp = jnp.minimum(logp, 0.0)

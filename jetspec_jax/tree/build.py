@@ -12,7 +12,7 @@ import numpy as np
 
 from jetspec_jax.config import BUILDERS, SpecConfig
 from jetspec_jax.errors import ConfigError
-from jetspec_jax.tree.topology import Candidates, Tree, root_only, settle, take
+from jetspec_jax.tree.topology import Candidates, Tree, pad, root_only, settle, take
 from jetspec_jax.typing import Array
 
 _NEVER = float("-inf")
@@ -52,7 +52,7 @@ def build_tree(
         raise ConfigError(f"tree budget {budget} has no room for the root; give at least 1")
     depth, width = cands.tokens.shape
     if budget == 1 or depth == 0 or width == 0:
-        return _pad(root_only(root_token), budget)
+        return pad(root_only(root_token), budget)
     table = conditional_table(cands, max_depth)
     if builder == "exact":
         return _exact(cands.tokens, table, root_token, budget)
@@ -221,7 +221,7 @@ def _all_children(tokens: Array, table: Array, root_token: Array, budget: int) -
     fertile = jnp.max(table[1:], axis=-1) > _NEVER
     shallow = jnp.where(fertile[:, None, :], table[:-1], _NEVER)
     if pops == 1 or depth == 1:
-        popped = _pad(root_only(root_token), pops)
+        popped = pad(root_only(root_token), pops)
     else:
         popped = _exact(tokens, shallow, root_token, pops)
     below = table.reshape(depth * width, width)
@@ -271,15 +271,4 @@ def _assemble(
         source=jnp.zeros((score.shape[0] + 1,), jnp.int32),
         valid=jnp.concatenate([root.valid, valid]),
     )
-    return _pad(tree, budget)
-
-
-def _pad(tree: Tree, budget: int) -> Tree:
-    """Adds invalid slots up to `budget`."""
-    more = budget - tree.token.shape[0]
-    if more <= 0:
-        return tree
-    blank = Tree(token=0, parent=0, depth=0, score=_NEVER, rank=-1, source=0, valid=False)
-    return jax.tree.map(
-        lambda leaf, value: jnp.pad(leaf, (0, more), constant_values=value), tree, blank
-    )
+    return pad(tree, budget)

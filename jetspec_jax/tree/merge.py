@@ -14,6 +14,7 @@ from jetspec_jax.tree.topology import (
     LOOKUP,
     Tree,
     all_along_path,
+    pad,
     root_only,
     settle,
     take,
@@ -116,13 +117,7 @@ def merge(tree: Tree, chains: Chains, budget: int, max_depth: Array | int) -> Tr
         source=jnp.where(alive, take(sources, order), 0),
         valid=alive,
     )
-    more = budget - keep
-    if more <= 0:
-        return result
-    empty = Tree(token=0, parent=0, depth=0, score=_NEVER, rank=-1, source=0, valid=False)
-    return jax.tree.map(
-        lambda leaf, value: jnp.pad(leaf, (0, more), constant_values=value), result, empty
-    )
+    return pad(result, budget)
 
 
 def _chain_paths(chains: Chains, max_depth: Array | int) -> tuple[Array, Array, Array]:

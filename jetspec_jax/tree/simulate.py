@@ -79,7 +79,7 @@ def table(rounds: int = 200, depth: int = 15, width: int = 7, seed: int = 0) -> 
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints the table as markdown."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Exact against all-children trees.")
     for name, value in (("rounds", 200), ("depth", 15), ("width", 7), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)
     print(table(**vars(parser.parse_args(arguments))))

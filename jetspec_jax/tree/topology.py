@@ -58,6 +58,18 @@ class Tree:
     valid: Array
 
 
+# What an invalid slot holds.
+_BLANK = {
+    "token": 0,
+    "parent": 0,
+    "depth": 0,
+    "score": float("-inf"),
+    "rank": -1,
+    "source": HEAD,
+    "valid": False,
+}
+
+
 def doubling_steps(depth: int) -> int:
     """Pointer jumps after which a node has met all of its `depth` ancestors."""
     return max(int(depth), 0).bit_length()
@@ -134,6 +146,19 @@ def prune(tree: Tree, nodes: int) -> Tree:
     return Tree(**{name: leaf[..., :nodes] for name, leaf in vars(tree).items()})
 
 
+def pad(tree: Tree, budget: int) -> Tree:
+    """Adds invalid slots up to `budget`."""
+    more = budget - tree.token.shape[0]
+    if more <= 0:
+        return tree
+    return Tree(
+        **{
+            name: jnp.pad(getattr(tree, name), (0, more), constant_values=value)
+            for name, value in _BLANK.items()
+        }
+    )
+
+
 def root_only(root_token: Array) -> Tree:
     """The tree of one node: plain decoding as a special case of verification."""
     zero = jnp.zeros((1,), jnp.int32)
@@ -169,5 +194,7 @@ def padded_root(root_token: Array, nodes: int) -> Tree:
     more = nodes - 1
     blank = Tree(token=0, parent=0, depth=0, score=-jnp.inf, rank=-1, source=0, valid=False)
     return jax.tree.map(
-        lambda leaf, value: jnp.pad(leaf, (0, more), constant_values=value), root_only(root_token), blank
+        lambda leaf, value: jnp.pad(leaf, (0, more), constant_values=value),
+        root_only(root_token),
+        blank,
     )
