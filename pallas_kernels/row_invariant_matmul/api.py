@@ -65,9 +65,10 @@ def matmul(
             extras["residual"] = residual.reshape(-1, packed.n).astype(jnp.float32)
         y = _call(packed, threads, False)(rows, packed.data, extras)
         return y.reshape(*lead, packed.n)
-    y = _xla(rows, packed).reshape(*lead, packed.n)
+    y = _xla(rows, packed)
     if bias is not None:
-        y = y + bias.astype(jnp.float32)
+        y = y + bias.astype(jnp.float32)[None, :]
+    y = y.reshape(*lead, packed.n)
     return y if residual is None else y + residual.astype(jnp.float32)
 
 

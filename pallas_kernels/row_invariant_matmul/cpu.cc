@@ -177,9 +177,17 @@ void compute_panel(const Job& job, int index) {
   }
 }
 
-// exp(-|x|), elementwise IEEE operations only, so every vector form gives the same bits; error below 2 ulp.
+inline float power_of_two(int32_t n) {
+  const int32_t bits = (n + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, sizeof(power));
+  return power;
+}
+
+// exp(x) for x <= 0, elementwise IEEE operations only, so every vector form gives the same bits; error below 2 ulp,
+// subnormal results included (the scale is applied in two halves).
 inline float exp_negative(float x) {
-  x = x < -87.0f ? -87.0f : x;
+  x = x < -104.0f ? -104.0f : x;
   const float shifted = __builtin_fmaf(x, 1.44269504f, 12582912.0f);
   const float n = shifted - 12582912.0f;
   float r = __builtin_fmaf(n, -0.693145752f, x);
@@ -192,10 +200,8 @@ inline float exp_negative(float x) {
   p = __builtin_fmaf(p, r, 0.5f);
   p = __builtin_fmaf(p, r, 1.0f);
   p = __builtin_fmaf(p, r, 1.0f);
-  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-  float power;
-  std::memcpy(&power, &bits, sizeof(power));
-  return p * power;
+  const int32_t whole = static_cast<int32_t>(n), half = whole / 2;
+  return p * power_of_two(half) * power_of_two(whole - half);
 }
 
 // Outputs [0, half) are gates and [half, 2 half) the values they open: y = gate * sigmoid(gate) * value.

@@ -11,9 +11,9 @@ from pallas_kernels.row_invariant_matmul import specs
 def pack_array(w: np.ndarray) -> np.ndarray:
     """[N, K] -> [ceil(N / 32), K, 32], zero padded: the order in which the kernel reads."""
     n, k = w.shape
-    padded = np.zeros((specs.panels(n) * specs.PANEL, k), w.dtype)
-    padded[:n] = w
-    return np.ascontiguousarray(padded.reshape(-1, specs.PANEL, k).transpose(0, 2, 1))
+    padded = np.zeros((specs.panels(n), specs.PANEL, k), w.dtype)
+    padded.reshape(specs.panels(n) * specs.PANEL, k)[:n] = w
+    return np.ascontiguousarray(padded.transpose(0, 2, 1))
 
 
 def unpack_array(data: jax.Array, n: int) -> jax.Array:
