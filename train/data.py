@@ -1,7 +1,7 @@
 """Training data: shards of regenerated answers, split by content, and batches that depend on (seed, step) only.
 
-A data folder holds shards (.npz or .safetensors) and, when made by `train.regenerate`, `manifest.jsonl` with one JSON
-object a shard; `file` is required, `target_layer_ids` and `sha256` are used where given. Arrays of a shard:
+A data folder holds shards (.npz or .safetensors). `train.regenerate` adds `manifest.jsonl`, whose lines with a `shard`
+are the complete shards, and `meta.json`, whose `taps` are the tapped layers. Arrays of a shard:
 
     tokens     int32  [n, T]          right padded; tokens[:prompt_len] is the prompt, the answer follows
     length     int32  [n]             prompt and answer
@@ -9,6 +9,7 @@ object a shard; `file` is required, `target_layer_ids` and `sha256` are used whe
     taps       uint16 [n, T, k, H]    bits of bfloat16; row t: outputs of the tapped layers at token t   (optional)
     final      uint16 [n, T, H]       bits of bfloat16; row t: hidden state after the final norm         (optional)
 
+The last token's features are never used (nothing follows it), and may be zero.
 Without taps and final the features are computed by `train.features` from the tokens.
 """
 
@@ -69,30 +70,43 @@ def _read_shard(path: Path) -> dict[str, np.ndarray]:
         raise ModelFileError(f"{path}: cannot be read ({str(err)[:100]}); delete the shard and regenerate it") from err
 
 
-def shard_list(folder: Path) -> list[dict[str, Any]]:
-    """Manifest entries ({"file", ...}) of a data folder, or one per shard file where there is no manifest.
+def shard_list(folder: Path) -> list[Path]:
+    """Complete shards of a data folder: those of the manifest, or all shard files where there is no manifest.
 
     Raises:
         ModelFileError: no such folder, no shards, or a damaged manifest.
     """
     manifest = folder / "manifest.jsonl"
+    remedy = f"make some with `python -m train.regenerate --out {folder}`"
     if not folder.is_dir():
-        raise ModelFileError(f"{folder}: no such data folder; make one with `python -m train.regenerate --out {folder}`")
+        raise ModelFileError(f"{folder}: no such data folder; {remedy}")
     if manifest.is_file():
-        entries = []
-        for number, line in enumerate(manifest.read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                entry = json.loads(line) if line.strip() else None
-            except ValueError as err:
-                raise ModelFileError(f"{manifest}:{number}: not valid JSON ({err}); delete the line") from err
-            if isinstance(entry, dict) and "file" in entry:
-                entries.append(entry)
+        lines = manifest.read_text(encoding="utf-8").splitlines()
+        names = [entry["shard"] for i, line in enumerate(lines) if "shard" in (entry := _json(manifest, i, line))]
     else:
         names = sorted(p.name for p in folder.iterdir() if p.suffix in (".npz", ".safetensors"))
-        entries = [{"file": name} for name in names]
-    if not entries:
-        raise ModelFileError(f"{folder}: holds no shards; make some with `python -m train.regenerate --out {folder}`")
-    return entries
+    if not names:
+        raise ModelFileError(f"{folder}: holds no shards; {remedy}")
+    return [folder / str(name) for name in names]
+
+
+def _json(path: Path, index: int, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as err:
+        raise ModelFileError(f"{path}:{index + 1}: not valid JSON ({err}); delete the line") from err
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path}:{index + 1}: not a JSON object; delete the line")
+    return value
+
+
+def tapped_layers(folder: Path) -> tuple[int, ...] | None:
+    """Layers whose outputs the shards hold, from meta.json; None where there is none."""
+    meta = folder / "meta.json"
+    if not meta.is_file():
+        return None
+    value = _json(meta, 0, meta.read_text(encoding="utf-8"))
+    return tuple(int(i) for i in value["taps"]) if "taps" in value else None
 
 
 def _is_held_out(tokens: np.ndarray, share: float) -> bool:
@@ -113,16 +127,13 @@ def load_dataset(cfg: DataConfig) -> Dataset:
     train: list[Sample] = []
     held: list[Sample] = []
     digest = hashlib.sha256()
-    ids: set[tuple[int, ...]] = set()
+    ids = tapped_layers(folder)
     rejected = 0
-    for entry in shard_list(folder):
-        path = folder / str(entry["file"])
+    for path in shard_list(folder):
         arrays = _read_shard(path)
         missing = [k for k in ("tokens", "length", "prompt_len") if k not in arrays]
         if missing:
             raise ModelFileError(f"{path}: array {missing[0]!r} is missing; delete the shard and regenerate it")
-        if "target_layer_ids" in entry:
-            ids.add(tuple(int(i) for i in entry["target_layer_ids"]))
         digest.update(arrays["tokens"].tobytes() + arrays["length"].tobytes())
         for row in range(len(arrays["tokens"])):
             stop = min(int(arrays["length"][row]), cfg.max_tokens)
@@ -133,15 +144,14 @@ def load_dataset(cfg: DataConfig) -> Dataset:
             sequence = Sample(
                 np.asarray(arrays["tokens"][row, :stop], np.int32),
                 prompt,
-                *(arrays[k][row, :stop] if k in arrays else None for k in ("taps", "final")),
+                # copies, so that the padding of the shard is freed
+                *(arrays[k][row, :stop].copy() if k in arrays else None for k in ("taps", "final")),
                 origin=f"{path.name} row {row}",
             )
             (held if _is_held_out(sequence.tokens[:prompt], cfg.held_out) else train).append(sequence)
     if not train:
         raise ModelFileError(f"{folder}: no sequence with an answer among {rejected + len(held)}; regenerate the data")
-    if len(ids) > 1:
-        raise ModelFileError(f"{folder}: shards disagree on target_layer_ids {sorted(ids)}; keep one kind in a folder")
-    return Dataset(tuple(train), tuple(held), digest.hexdigest(), next(iter(ids), None), rejected)
+    return Dataset(tuple(train), tuple(held), digest.hexdigest(), ids, rejected)
 
 
 def draft_vocabulary(sequences: Sequence[Sample], size: int, vocab: int, always: Sequence[int]) -> np.ndarray:

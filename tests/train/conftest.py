@@ -82,8 +82,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
             arrays = {"tokens": tokens, "length": lengths, "prompt_len": np.full(24, 6, np.int32), **features}
             file = f"shard-{shard}.npz"
             np.savez(root / name / file, **{k: v[part] for k, v in arrays.items()})
-            lines.append(json.dumps({"file": file, "target_layer_ids": list(TAPS)}))
+            lines.append(json.dumps({"verdict": "done", "shard": file, "ids": []}))
+        lines.append(json.dumps({"verdict": "skipped", "ids": ["x"]}))
         (root / name / "manifest.jsonl").write_text("\n".join(lines) + "\n")
+        (root / name / "meta.json").write_text(json.dumps({"taps": list(TAPS)}))
     return Tiny(root / "target", CONFIG, params, root / "data", root / "bare")
 
 
