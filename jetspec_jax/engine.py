@@ -18,6 +18,7 @@ from jetspec_jax.config import SCRIPTED, DraftConfig, EngineConfig, ModelConfig,
 from jetspec_jax.errors import ConfigError, InputError
 from jetspec_jax.loading import Head, Target, bundled_head_path, load_head, load_target
 from jetspec_jax.models.decoder import Numerics
+from jetspec_jax.numerics.probe import ProbeReport, probe
 from jetspec_jax.plan import RoundPlan
 from jetspec_jax.policy import Costs
 from jetspec_jax.programs import Programs, use_compilation_cache
@@ -90,6 +91,7 @@ class LLM:
         self.programs = Programs(say)
         self._caches: dict[tuple[str, int], KVCache] = {}
         self._costs: dict[tuple[RoundPlan, int], Costs] = {}
+        self.probed: dict[tuple[int, ...], ProbeReport] = {}  # with bitwise numerics: what was found, by budgets
         self.script: Any = None  # see EngineParams; set by testing.script
         self.spec = self.resolve(spec or SpecConfig())
 
@@ -223,8 +225,17 @@ class LLM:
                 if state.context is not None:
                     self._caches["draft", rows] = state.context
 
+    def probe(self, spec: SpecConfig | None = None) -> ProbeReport:
+        """Whether node logits equal plain decoding's, bit for bit, with the shapes that `spec` runs on this device."""
+        plan = self.plan_for(self.resolve(spec) if spec is not None else self.spec)
+        return probe(plan, self._target.params, dtype=jnp.dtype(self.engine.dtype))
+
     def _table(self, plan: RoundPlan, batch: int) -> Costs | None:
         """Measured costs of `plan`'s budgets; None where there is nothing to choose."""
+        if self.engine.numerics == "bitwise" and plan.drafts and plan.budgets not in self.probed:
+            self._say("probing row invariance ...")
+            report = self.probed[plan.budgets] = probe(plan, self._target.params, dtype=jnp.dtype(self.engine.dtype))
+            self._say(str(report))
         if len(plan.budgets) == 1:
             return None
         key = (plan, batch)

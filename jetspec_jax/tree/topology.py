@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jetspec_jax.errors import ConfigError
-from jetspec_jax.typing import Array, PyTree
+from jetspec_jax.typing import Array, ArrayLike, PyTree
 
 HEAD, LOOKUP, BOTH = 0, 1, 2  # values of Tree.source
 
@@ -80,7 +80,7 @@ def up(parent: Array) -> Array:
     return jnp.maximum(parent, 0)
 
 
-def take(values: Array, index: Array) -> Array:
+def take(values: Array, index: ArrayLike) -> Array:
     """`values[index]` along axis 0; the caller knows the indices to be in range."""
     return values.at[index].get(mode="promise_in_bounds")
 
@@ -147,7 +147,7 @@ def prune(tree: Tree, nodes: int) -> Tree:
 
 
 def pad(tree: Tree, budget: int) -> Tree:
-    """Adds invalid slots up to `budget`."""
+    """Adds invalid slots up to `budget`; a tree that already has as many is returned as it is."""
     more = budget - tree.token.shape[0]
     if more <= 0:
         return tree
@@ -190,11 +190,5 @@ def expected_commit(tree: Tree) -> Array:
 
 
 def padded_root(root_token: Array, nodes: int) -> Tree:
-    """`root_only` with `nodes` slots, all but the root invalid: the tree of a round that does not draft."""
-    more = nodes - 1
-    blank = Tree(token=0, parent=0, depth=0, score=-jnp.inf, rank=-1, source=0, valid=False)
-    return jax.tree.map(
-        lambda leaf, value: jnp.pad(leaf, (0, more), constant_values=value),
-        root_only(root_token),
-        blank,
-    )
+    """`root_only` with `nodes` slots: the tree of a round that does not draft."""
+    return pad(root_only(root_token), nodes)
