@@ -112,6 +112,12 @@ def warm_up(llm: Any, variants: Mapping[str, SpecConfig], batch: int) -> float:
         return sum(float(llm.warmup(batch=batch, spec=spec)) for spec in (OFF, *variants.values()))
 
 
+def measured_costs(llm: Any, spec: SpecConfig, batch: int) -> dict[str, Any]:
+    """Seconds of a plain step (from plain decoding itself), of drafting, and of verification."""
+    costs = llm.measure_costs(batch=batch, spec=spec)
+    return {**costs, "t_plain_s": llm.measure_costs(batch=batch, spec=OFF)["t_plain_s"]}
+
+
 def header(args: argparse.Namespace, llm: Any, engine: Any, command: str) -> dict[str, Any]:
     """What the numbers were taken on. Budget "auto": the engine chooses it round by round."""
     from serve import facts  # starts jax
@@ -182,7 +188,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
             for name, part in by_suite.items()
             if budgets
         },
-        "costs": None if interrupted or not out else llm.measure_costs(),
+        "costs": None if interrupted or not out else measured_costs(llm, spec, args.batch),
         "compile_s": compile_s,
         "interrupted": interrupted,
     }

@@ -92,7 +92,7 @@ class FakeLLM:
     def warmup(self, batch: int = 1, spec: SpecConfig | None = None) -> float:
         return 0.25
 
-    def measure_costs(self) -> dict[str, Any]:
+    def measure_costs(self, batch: int = 1, spec: SpecConfig | None = None) -> dict[str, Any]:
         return {"t_plain_s": 0.1, "t_verify_s": {4: 0.15, 8: 0.2}, "t_draft_s": 0.02}
 
     def generate(
