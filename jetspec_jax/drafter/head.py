@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from jetspec_jax.config import DraftConfig
 from jetspec_jax.drafter.inputs import depth_slots
-from jetspec_jax.drafter.projection import linear, swiglu
+from jetspec_jax.drafter.projection import halves, linear, rotate, swiglu
 from jetspec_jax.models.layers import rms_norm
-from jetspec_jax.models.rope import apply_rope, rope_tables
+from jetspec_jax.models.rope import rope_tables
 from jetspec_jax.models.spec import Declaration, WeightSpec
 from jetspec_jax.numerics import online_attention
 from jetspec_jax.typing import Array, Params, PyTree
@@ -83,9 +83,9 @@ def context_kv(params: Params, cfg: DraftConfig, ctx: Array, positions: Array) -
 
 def _keys_values(p: PyTree, cfg: DraftConfig, x: Array, cos: Array, sin: Array) -> LayerKV:
     """x [..., H] -> k, v [..., K, h]; cos and sin [..., 1, h/2]."""
-    k, v = jnp.split(linear(x, p["kv"]), 2, -1)
+    k, v = halves(linear(x, p["kv"]))
     k, v = (t.reshape(*t.shape[:-1], cfg.num_kv_heads, cfg.head_dim) for t in (k, v))
-    return apply_rope(rms_norm(k, p["k_norm"], cfg.rms_eps), cos, sin), v
+    return rotate(rms_norm(k, p["k_norm"], cfg.rms_eps), cos, sin), v
 
 
 def draft_block(
@@ -120,7 +120,7 @@ def draft_block(
     for i, p in enumerate(params["layers"]):
         h = rms_norm(x, p["input_norm"], cfg.rms_eps)
         q = linear(h, p["q"]).reshape(batch, anchors, slots, cfg.num_heads, cfg.head_dim)
-        q = apply_rope(rms_norm(q, p["q_norm"], cfg.rms_eps), cos, sin)
+        q = rotate(rms_norm(q, p["q_norm"], cfg.rms_eps), cos, sin)
         k, v = _keys_values(p, cfg, h, cos, sin)  # [B, A, bs, K, h]
         if streaming:
             out = _stream(q, ctx_k[i], ctx_v[i], ctx_visible[:, 0], k, v, triangle, cfg, chunk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 
 from jetspec_jax.config import DraftConfig
@@ -38,4 +39,16 @@ def depth_slots(cfg: DraftConfig, x: Array) -> Array:
     `draft_shift`: slot k predicts the next position, so slot 0 predicts depth 0. Depth d is position
     anchor + 1 + d either way.
     """
-    return x if cfg.draft_shift else x[..., 1:, :]
+    return x if cfg.draft_shift else _drop_first(x)
+
+
+@jax.custom_vjp
+def _drop_first(x: Array) -> Array:
+    return x[..., 1:, :]
+
+
+# As in `projection.py`: the transposed slice would be a slow pad on CPU.
+_drop_first.defvjp(
+    lambda x: (_drop_first(x), None),
+    lambda _, g: (jnp.concatenate([jnp.zeros_like(g[..., :1, :]), g], -2),),
+)
