@@ -88,8 +88,11 @@ def test_batch_accepting_none_two_and_all():
 
 def test_invalid_slots_are_never_accepted_even_when_the_target_says_zero():
     tree = oracle.tree_from_paths(1, [[5]], budget=6)
-    result = accept(tree, jnp.zeros((6,), jnp.int32))  # token 0, parent 0 in every invalid slot
+    # Token 0 and parent 0 in every invalid slot: to the eye of the walk a match.
+    result = accept(tree, jnp.asarray([0, 1, 2, 3, 4, 5], jnp.int32))
     assert int(result.accepted) == 0
+    assert int(result.bonus) == 0
+    np.testing.assert_array_equal(np.asarray(result.path), [0] * 6)
 
 
 @pytest.mark.parametrize("slots", [1, 2])

@@ -106,6 +106,15 @@ def test_ties_go_to_lower_depth_then_parent_then_rank():
     assert oracle.paths_of(tree, "rank") == [(), (0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
 
 
+def test_one_depth_can_take_all_that_its_ancestors_leave():
+    """The tightest case of the bound on nodes per depth: one node above, the whole rest below it."""
+    tokens, _ = random_table(0, 2, WIDTH)
+    logp = np.full((2, WIDTH, WIDTH), -1, np.float32)
+    logp[0, 0] = [0, -9, -9, -9]
+    tree = builder_program("exact", 6)(as_candidates(tokens, logp), jnp.int32(2))
+    assert oracle.paths_of(tree, "rank") == [(), (0,), *((0, b) for b in range(WIDTH))]
+
+
 def test_chain_follows_the_best_child_of_each_node():
     tokens, logp = random_table(3, DEPTH, WIDTH)
     tree = build(tokens, logp, "chain", 40)

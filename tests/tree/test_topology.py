@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from jetspec_jax.errors import ConfigError
 from jetspec_jax.tree import ancestor_mask, depth_counts, expected_commit, oracle, prune, root_only
+from jetspec_jax.tree.topology import padded_root
+from tests.tree.common import check_shape_rules
 
 mask_program = jax.jit(ancestor_mask, static_argnums=1)
 
@@ -72,3 +74,11 @@ def test_expected_commit_counts_the_bonus_and_ignores_invalid_slots():
     assert float(expected_commit(root_only(jnp.int32(4)))) == 1.0
     tree = oracle.tree_from_nodes(1, [(0, 2), (1, 3)], budget=5, scores=list(np.log([0.5, 0.25])))
     assert float(expected_commit(tree)) == pytest.approx(1.75)
+
+
+def test_padded_root_is_plain_decoding_in_a_tree_of_any_size():
+    tree = padded_root(jnp.int32(4), 5)
+    check_shape_rules(tree)
+    assert oracle.paths_of(tree) == [()]
+    assert int(tree.token[0]) == 4
+    assert tree.token.shape == (5,)
