@@ -107,7 +107,7 @@ def test_ties_go_to_lower_depth_then_parent_then_rank():
 
 
 def test_one_depth_can_take_all_that_its_ancestors_leave():
-    """The tightest case of the bound on nodes per depth: one node above, the whole rest below it."""
+    """The tightest case of the bound on nodes per depth: one node above, the rest below it."""
     tokens, _ = random_table(0, 2, WIDTH)
     logp = np.full((2, WIDTH, WIDTH), -1, np.float32)
     logp[0, 0] = [0, -9, -9, -9]
