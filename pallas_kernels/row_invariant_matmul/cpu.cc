@@ -3,8 +3,8 @@
 // the number of rows, the row's place, the threads, the tile sizes or the vector width.
 //
 // w is packed in panels of 32 outputs, zero padded, and a panel is read once from memory for all rows. Weights that are
-// not fp32 are decoded, exactly, into a piece of fp32 panel that stays in the first-level cache; all formats then run
-// the same tiles, so a format changes the speed and never the bits. Layouts (specs.py has the same list):
+// not fp32 are decoded to the exact fp32 values, in registers for few rows and into a piece of panel that stays in the
+// first-level cache for many; the sums are the same, so a format changes the speed and never the bits. Layouts (specs.py has the same list):
 //   0 fp32   [panel][k][32] float
 //   1 bf16   [panel][k][32] bfloat16
 //   2 q8_0   [panel][k/32][64 B: 32 scales f16][k%32][32] int8             value = q * scale
@@ -24,11 +24,11 @@ constexpr int kAhead = 48;     // k steps of prefetch distance of a single fp32 
 
 // Rows of a register tile and vectors beside each other, by the number of vector registers.
 #if JETSPEC_FORM == 3
-constexpr int kTileRows = 14, kTileVectors = 2;
+constexpr int kTileRows = 14, kTileVectors = 2, kFusedRows = 8;
 #elif JETSPEC_FORM == 1
-constexpr int kTileRows = 6, kTileVectors = 4;
+constexpr int kTileRows = 6, kTileVectors = 4, kFusedRows = 0;
 #else
-constexpr int kTileRows = 6, kTileVectors = 2;
+constexpr int kTileRows = 6, kTileVectors = 2, kFusedRows = 0;
 #endif
 
 // ---- Tiles ---------------------------------------------------------------------------------------------------------
@@ -75,42 +75,116 @@ struct F32 {
 
 struct BF16 {
   static constexpr size_t bytes(size_t k) { return k * kPanel * 2; }
-  static void decode(const uint8_t* from, int count, float* to) {
-    for (int i = 0; i < count * kPanel; i += kLanes) store(to + i, load_bfloat(from + 2 * i));
-  }
 };
 
+// Quantised: a block is a head of scales, then rows of 32 outputs. `pair` gives inputs i and i + 1 of outputs n onwards.
 struct Q80 {
-  static constexpr size_t kBytes = kPanel * 2 + kBlock * kPanel;
+  static constexpr size_t kHead = kPanel * 2, kBytes = kHead + kBlock * kPanel;
   static constexpr size_t bytes(size_t k) { return k / kBlock * kBytes; }
-  static void decode(const uint8_t* from, int count, float* to) {
-    for (int k = 0; k < count; k += kBlock, from += kBytes, to += kBlock * kPanel)
-      for (int n = 0; n < kPanel; n += kLanes) {
-        const Vec scale = load_half(from + 2 * n);
-        const uint8_t* q = from + kPanel * 2 + n;
-        for (int i = 0; i < kBlock; ++i) store(to + i * kPanel + n, load_int8(q + i * kPanel) * scale);
-      }
+  struct Scales {
+    Vec scale;
+    void load_from(const uint8_t* from) { scale = load_half(from); }
+  };
+  static void pair(const uint8_t* block, int i, int n, const Scales& s, Vec& even, Vec& odd) {
+    const uint8_t* q = block + kHead + i * kPanel + n;
+    even = load_int8(q) * s.scale;
+    odd = load_int8(q + kPanel) * s.scale;
   }
 };
 
 struct Q41 {
-  static constexpr size_t kBytes = kPanel * 4 + kBlock * kPanel / 2;
+  static constexpr size_t kHead = kPanel * 4, kBytes = kHead + kBlock * kPanel / 2;
   static constexpr size_t bytes(size_t k) { return k / kBlock * kBytes; }
-  static void decode(const uint8_t* from, int count, float* to) {
-    for (int k = 0; k < count; k += kBlock, from += kBytes, to += kBlock * kPanel)
+  struct Scales {
+    Vec scale, minimum;
+    void load_from(const uint8_t* from) {
+      scale = load_half(from);
+      minimum = load_half(from + kPanel * 2);
+    }
+  };
+  // q * scale has at most 15 significant bits and is exact: fusing changes no bit of q * scale + minimum.
+  static void pair(const uint8_t* block, int i, int n, const Scales& s, Vec& even, Vec& odd) {
+    Vec low, high;
+    load_nibbles(block + kHead + i / 2 * kPanel + n, low, high);
+    even = fma(low, s.scale, s.minimum);
+    odd = fma(high, s.scale, s.minimum);
+  }
+};
+
+// `count` steps of a panel as fp32.
+template <typename Format>
+void decode(const uint8_t* from, int count, float* to) {
+  if constexpr (std::is_same_v<Format, BF16>) {
+    for (int i = 0; i < count * kPanel; i += kLanes) store(to + i, load_bfloat(from + 2 * i));
+  } else {
+    for (int k = 0; k < count; k += kBlock, from += Format::kBytes, to += kBlock * kPanel)
       for (int n = 0; n < kPanel; n += kLanes) {
-        const Vec scale = load_half(from + 2 * n), minimum = load_half(from + kPanel * 2 + 2 * n);
-        const uint8_t* q = from + kPanel * 4 + n;
-        // q * scale has at most 15 significant bits and is exact: fusing changes no bit of q * scale + minimum.
+        typename Format::Scales scales;
+        scales.load_from(from + 2 * n);
         for (int i = 0; i < kBlock; i += 2) {
-          Vec low, high;
-          load_nibbles(q + i / 2 * kPanel, low, high);
-          store(to + i * kPanel + n, fma(low, scale, minimum));
-          store(to + (i + 1) * kPanel + n, fma(high, scale, minimum));
+          Vec even, odd;
+          Format::pair(from, i, n, scales, even, odd);
+          store(to + i * kPanel + n, even);
+          store(to + (i + 1) * kPanel + n, odd);
         }
       }
   }
-};
+}
+
+// acc[R][32] = x[R] times a whole panel, decoded in registers: up to kFusedRows rows, where writing the decoded weights
+// to the cache would cost more than it saves. A panel is one tile wide here (kTileVectors covers it).
+template <typename Format, int R>
+void fused_tile(const float* x, size_t ldx, int depth, const uint8_t* w, float* acc) {
+  constexpr size_t ahead = 4096;
+  Vec a[R][kTileVectors];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < kTileVectors; ++v) a[r][v] = zero();
+  const auto step = [&](int k, const Vec (&b)[kTileVectors]) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const Vec s = splat(x[r * ldx + k]);
+#pragma GCC unroll 8
+      for (int v = 0; v < kTileVectors; ++v) a[r][v] = fma(s, b[v], a[r][v]);
+    }
+  };
+  if constexpr (std::is_same_v<Format, BF16>) {
+    for (int k = 0; k < depth; ++k, w += BF16::bytes(1)) {
+      Vec b[kTileVectors];
+      for (int v = 0; v < kTileVectors; ++v) b[v] = load_bfloat(w + 2 * v * kLanes);
+      __builtin_prefetch(w + ahead, 0, 2);
+      step(k, b);
+    }
+  } else {
+    for (int k0 = 0; k0 < depth; k0 += kBlock, w += Format::kBytes) {
+      typename Format::Scales scales[kTileVectors];
+      for (int v = 0; v < kTileVectors; ++v) scales[v].load_from(w + 2 * v * kLanes);
+      __builtin_prefetch(w + ahead, 0, 2);
+      __builtin_prefetch(w + ahead + 64, 0, 2);
+      for (int i = 0; i < kBlock; i += 2) {
+        Vec even[kTileVectors], odd[kTileVectors];
+        for (int v = 0; v < kTileVectors; ++v) Format::pair(w, i, v * kLanes, scales[v], even[v], odd[v]);
+        __builtin_prefetch(w + ahead + Format::kHead + i * (Format::kBytes - Format::kHead) / kBlock, 0, 2);
+        if (Format::kBytes > 1024)
+          __builtin_prefetch(w + ahead + Format::kHead + (i + 2) * (Format::kBytes - Format::kHead) / kBlock, 0, 2);
+        step(k0 + i, even);
+        step(k0 + i + 1, odd);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < kTileVectors; ++v) store(acc + r * kPanel + v * kLanes, a[r][v]);
+}
+
+using FusedTile = void (*)(const float*, size_t, int, const uint8_t*, float*);
+
+template <typename Format, int R>
+FusedTile find_fused_tile(int rows) {
+  if constexpr (R == 0) {
+    return nullptr;
+  } else {
+    return rows == R ? fused_tile<Format, R> : find_fused_tile<Format, R - 1>(rows);
+  }
+}
 
 // ---- One panel -----------------------------------------------------------------------------------------------------
 struct Job {
@@ -124,11 +198,17 @@ struct Job {
 
 // acc[0..rows)[32] = x[0..rows) times panel `index`. `scratch` holds kChunk decoded steps.
 template <typename Format>
-void accumulate(const Job& job, const float* x, int rows, size_t index, float* acc, float* scratch) {
+__attribute__((noinline)) void accumulate(const Job& job, const float* x, int rows, size_t index, float* acc, float* scratch) {
   constexpr bool direct = std::is_same_v<Format, F32>;
   constexpr int splits = kVectors / kTileVectors;
   const size_t depth = job.depth;
   const uint8_t* w = job.w + index * Format::bytes(depth);
+  if constexpr (!direct && kFusedRows > 0) {
+    if (rows <= kFusedRows) {
+      find_fused_tile<Format, kFusedRows>(rows)(x, depth, job.depth, w, acc);
+      return;
+    }
+  }
   const int blocks = (rows + kTileRows - 1) / kTileRows, passes = blocks * splits;
   const bool single = direct && passes == 1;
   const int chunk = single ? job.depth : kChunk;
@@ -141,7 +221,7 @@ void accumulate(const Job& job, const float* x, int rows, size_t index, float* a
     const char* fetch = reinterpret_cast<const char*>(from) + (single ? F32::bytes(kAhead) : Format::bytes(count));
     const size_t stride = single ? F32::bytes(1) : (Format::bytes(kBlock) / kBlock + passes - 1) / passes;
     if constexpr (!direct) {
-      Format::decode(from, count, scratch);
+      decode<Format>(from, count, scratch);
       panel = scratch;
     }
     for (int block = 0, r0 = 0; block < blocks; ++block) {
