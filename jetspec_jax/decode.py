@@ -18,7 +18,7 @@ from jetspec_jax.cache import KVCache, after, append, gather_rows
 from jetspec_jax.drafting import draft_tree, extend_context
 from jetspec_jax.models.decoder import forward_block, head_logits
 from jetspec_jax.plan import RoundPlan
-from jetspec_jax.sampling import choose
+from jetspec_jax.sampling import choose, greedy
 from jetspec_jax.state import LENGTH, RUNNING, STOPPED, Counters, DecodeState, EngineParams, RoundOut
 from jetspec_jax.stop import REASON_STOP, truncate_at_stop
 from jetspec_jax.tree import accept, ancestor_mask, prune
@@ -102,7 +102,10 @@ def verify(plan: RoundPlan, params: EngineParams, state: DecodeState, tree: Tree
     )  # fmt: skip
     logits = head_logits(params.target, out.hidden)[:, :nodes]
     # a choice after the node at position p is the token at position p + 1
-    choice = choose(logits, positions[:, :nodes] + 1, tree.depth, state.sampling, plan.depth)
+    if plan.sampled:
+        choice = choose(logits, positions[:, :nodes] + 1, tree.depth, state.sampling, plan.depth)
+    else:
+        choice = greedy(logits)
     # without speculation a sequence accepts nothing, whatever its neighbours' trees hold
     tree = tree.replace(valid=tree.valid & (state.speculate[:, None] | (tree.depth == 0)))
     result = jax.vmap(functools.partial(accept, depth=plan.depth))(tree, choice)
@@ -189,11 +192,11 @@ def _count(
     inside = lax.iota(jnp.int32, tree.token.shape[1])[None] < budget
     return Counters(
         rounds=counters.rounds + one,
-        accepted=counters.accepted + one[:, None] * (depths[None] == done.accepted[:, None]),
-        had_node=counters.had_node + one[:, None] * done.had_node,
-        nodes=counters.nodes + one * (tree.valid & inside).sum(1),
-        budget=counters.budget + (lax.iota(jnp.int32, counters.budget.shape[0]) == index),
-        drafts=counters.drafts + drafted,
+        accepted=counters.accepted + one[:, None] * (depths[None] == done.accepted[:, None]).astype(jnp.int32),
+        had_node=counters.had_node + one[:, None] * done.had_node.astype(jnp.int32),
+        nodes=counters.nodes + one * (tree.valid & inside).astype(jnp.int32).sum(1),
+        budget=counters.budget + (lax.iota(jnp.int32, counters.budget.shape[0]) == index).astype(jnp.int32),
+        drafts=counters.drafts + drafted.astype(jnp.int32),
     )
 
 

@@ -94,25 +94,33 @@ def _head_candidates(plan: RoundPlan, params: EngineParams, state: DecodeState, 
         chunk=plan.numerics.attention_chunk,
     )  # fmt: skip
     logits = drafter.draft_scores(params.draft, head, params.draft_lm, hidden[:, 0, : plan.depth])
+    def one(row: Array, anchor: Array, t: Array | None, noise: Array | None) -> Candidates:
+        return drafter.candidates(
+            params.draft, head, row, anchor, params.draft_ids, plan.spec.width, temperature=t, noise=noise
+        )
+
+    if not plan.sampled:
+        return jax.vmap(lambda row, a: one(row, a, None, None))(logits, anchor)
+    return jax.vmap(one)(logits, anchor, state.sampling.temperature, _target_noise(plan, params, state, logits.shape))
+
+
+def _target_noise(plan: RoundPlan, params: EngineParams, state: DecodeState, shape: tuple[int, ...]) -> Array:
+    """The target's own Gumbel noise of the drafted positions at the draft vocabulary's ids, [B, D, Vd].
+
+    Ranking with it keeps acceptance high at T > 0: the target will choose argmax(warped logits + noise). Zero for
+    greedy sequences.
+    """
     ids = params.draft_ids
     if ids is None:
-        ids = jnp.arange(head.vocab_size, dtype=jnp.int32)
-    sampling = state.sampling
+        ids = jnp.arange(plan.model.vocab_size, dtype=jnp.int32)
     depths = jnp.arange(1, plan.depth + 1, dtype=jnp.int32)
+    sampling = state.sampling
 
-    def noise() -> Array:
-        # The target's own noise of these positions: ranking with it keeps acceptance high at T > 0.
-        def row(seed: Array, anchor_position: Array) -> Array:
-            keys = jax.vmap(position_key, (None, 0))(seed, anchor_position + depths)
-            return jax.vmap(lambda key: token_noise(key, ids))(keys)
+    def row(seed: Array, anchor_position: Array) -> Array:
+        keys = jax.vmap(position_key, (None, 0))(seed, anchor_position + depths)
+        return jax.vmap(lambda key: token_noise(key, ids))(keys)
 
-        drawn = jax.vmap(row)(sampling.seed, state.cached)
-        return jnp.where((sampling.temperature > 0)[:, None, None], drawn, 0.0)
+    def draw() -> Array:
+        return jnp.where((sampling.temperature > 0)[:, None, None], jax.vmap(row)(sampling.seed, state.cached), 0.0)
 
-    # [B, D, Vd]; a batch without sampling adds zeros
-    drawn = lax.cond(jnp.any(sampling.temperature > 0), noise, lambda: jnp.zeros(logits.shape, jnp.float32))
-    return jax.vmap(
-        lambda row, a, t, n: drafter.candidates(
-            params.draft, head, row, a, params.draft_ids, plan.spec.width, temperature=t, noise=n
-        )
-    )(logits, anchor, sampling.temperature, drawn)
+    return lax.cond(jnp.any(sampling.temperature > 0), draw, lambda: jnp.zeros(shape, jnp.float32))

@@ -141,8 +141,9 @@ class LLM:
         most = spec.budget or steps[-1]
         return (*(b for b in steps if b < most), most)
 
-    def plan_for(self, spec: SpecConfig, logprobs: int | None = None) -> RoundPlan:
-        """The static part of the programs that a resolved `spec` runs."""
+    def plan_for(self, spec: SpecConfig, sampling: Sequence[SamplingParams] = ()) -> RoundPlan:
+        """The static part of the programs that a resolved `spec` runs for requests with these settings."""
+        logprobs = [s.logprobs for s in sampling if s.logprobs is not None]
         native = self._target.kernels == "cpu"
         bitwise = self.engine.numerics == "bitwise"
         return RoundPlan(
@@ -156,7 +157,8 @@ class LLM:
             pad_rows=self.budgets(self.spec)[-1] if bitwise and not native else 1,
             prefill_chunk=self.engine.prefill_chunk,
             numerics=Numerics(bitwise=bitwise, native=native, attention_chunk=self.engine.attention_chunk),
-            logprobs=logprobs,
+            sampled=any(s.temperature > 0 for s in sampling),
+            logprobs=max(logprobs) if logprobs else None,
         )
 
     def plan(self) -> dict[str, Any]:
@@ -321,7 +323,7 @@ class LLM:
         yield from self._stream(request, self.resolve(spec) if spec is not None else self.spec)
 
     def _stream(self, request: Request, spec: SpecConfig) -> Iterator[StreamChunk]:
-        plan = self.plan_for(spec, request.sampling.logprobs)
+        plan = self.plan_for(spec, [request.sampling])
         compiled = self.programs.seconds
         table = self._table(plan, 1)
         with self.session(plan, 1, table) as session:
@@ -353,8 +355,7 @@ class LLM:
             raise InputError(f"{len(each)} sampling settings for {len(prompts)} prompts; give one, or one per prompt")
         requests = [self._request(p, s, trace) for p, s in zip(prompts, each, strict=True)]
         resolved = self.resolve(spec) if spec is not None else self.spec
-        wanted = [s.logprobs for s in each if s.logprobs is not None]
-        plan = self.plan_for(resolved, max(wanted) if wanted else None)
+        plan = self.plan_for(resolved, each)
         batch = _bucket(min(len(requests), self.engine.max_batch))
         compiled = self.programs.seconds
         table = self._table(plan, batch)

@@ -22,6 +22,8 @@ class RoundPlan:
             shapes); 1 = no padding.
         prefill_chunk: rows per prefill step.
         numerics: fast or bitwise.
+        sampled: some sequence may have a temperature above 0; a greedy-only program is traced and compiled in half
+            the time.
         logprobs: how many alternatives per token a round reports; None = none at all.
     """
 
@@ -33,6 +35,7 @@ class RoundPlan:
     pad_rows: int = 1
     prefill_chunk: int = 64
     numerics: Numerics = FAST
+    sampled: bool = False
     logprobs: int | None = None
 
     @property

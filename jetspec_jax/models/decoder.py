@@ -6,8 +6,10 @@ Layers are unrolled: `lax.scan` over stacked weights copies every layer on CPU (
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 
 from jetspec_jax.config import ModelConfig
@@ -161,40 +163,50 @@ def forward_block(
     """
     x = embed_tokens(params, tokens)
     cos, sin = (t[:, None] for t in rope_tables(cfg.rope, cfg.head_dim, positions))
-    batch, rows = tokens.shape
-    group = cfg.num_heads // cfg.num_kv_heads
     new_k, new_v, tapped = [], [], {}
-
-    def norm(x: Array, weight: Array) -> Array:
-        return rms_norm(x, weight, cfg.rms_eps, ordered=numerics.bitwise)
-
-    for i, p in enumerate(params["layers"]):
-        h = norm(x, p["attn_norm"])
-        qkv = linear(h, p["qkv"], p.get("qkv_bias"))
-        q, k, v = jnp.split(qkv, [cfg.q_width, cfg.q_width + cfg.kv_width], -1)
-        q, k, v = (_split_heads(t, n) for t, n in ((q, cfg.num_heads), (k, cfg.num_kv_heads), (v, cfg.num_kv_heads)))
-        if cfg.qk_norm:
-            q, k = norm(q, p["q_norm"]), norm(k, p["k_norm"])
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        q = q.reshape(batch, cfg.num_kv_heads, group, rows, cfg.head_dim)
-        out = numerics.attend(q, cache_k[i], cache_v[i], lengths, k, v, mask, scale=cfg.head_dim**-0.5)
-        out = out.reshape(batch, cfg.num_heads, rows, cfg.head_dim).transpose(0, 2, 1, 3)
-        x = x + linear(out.reshape(batch, rows, cfg.q_width), p["o"], p.get("o_bias"))
-        h = norm(x, p["mlp_norm"])
-        if cfg.is_moe_layer(i):
-            x = x + moe(
-                h, p["router"], p["experts_gate_up"], p["experts_down"],
-                top_k=cfg.experts_per_token, normalise=cfg.norm_topk_prob,
-            )  # fmt: skip
-        else:
-            x = x + swiglu(h, p["gate_up"], p["down"], p.get("gate_up_bias"), p.get("down_bias"))
+    for i, layer in enumerate(params["layers"]):
+        x, k, v = _layer(cfg, numerics, cfg.is_moe_layer(i), layer, x, cos, sin, cache_k[i], cache_v[i], lengths, mask)
         new_k.append(k)
         new_v.append(v)
         if i in taps:
             tapped[i] = x
-    hidden = norm(x, params["final_norm"])
+    hidden = rms_norm(x, params["final_norm"], cfg.rms_eps, ordered=numerics.bitwise)
     stacked = jnp.stack([tapped[i] for i in taps], 2) if taps else None
     return BlockOut(hidden, tuple(new_k), tuple(new_v), stacked)
+
+
+# Under jit so that a program traces and lowers one layer, not all of them; XLA inlines the calls.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _layer(
+    cfg: ModelConfig, numerics: Numerics, is_moe: bool, p: PyTree, x: Array, cos: Array, sin: Array, cache_k: Array,
+    cache_v: Array, lengths: Array, mask: Array,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """One decoder layer over x [B, T, H] -> (x, keys [B, K, T, h], values)."""
+    batch, rows, _ = x.shape
+
+    def norm(x: Array, weight: Array) -> Array:
+        return rms_norm(x, weight, cfg.rms_eps, ordered=numerics.bitwise)
+
+    h = norm(x, p["attn_norm"])
+    qkv = linear(h, p["qkv"], p.get("qkv_bias"))
+    q, k, v = jnp.split(qkv, [cfg.q_width, cfg.q_width + cfg.kv_width], -1)
+    q, k, v = (_split_heads(t, n) for t, n in ((q, cfg.num_heads), (k, cfg.num_kv_heads), (v, cfg.num_kv_heads)))
+    if cfg.qk_norm:
+        q, k = norm(q, p["q_norm"]), norm(k, p["k_norm"])
+    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+    q = q.reshape(batch, cfg.num_kv_heads, cfg.num_heads // cfg.num_kv_heads, rows, cfg.head_dim)
+    out = numerics.attend(q, cache_k, cache_v, lengths, k, v, mask, scale=cfg.head_dim**-0.5)
+    out = out.reshape(batch, cfg.num_heads, rows, cfg.head_dim).transpose(0, 2, 1, 3)
+    x = x + linear(out.reshape(batch, rows, cfg.q_width), p["o"], p.get("o_bias"))
+    h = norm(x, p["mlp_norm"])
+    if is_moe:
+        x = x + moe(
+            h, p["router"], p["experts_gate_up"], p["experts_down"],
+            top_k=cfg.experts_per_token, normalise=cfg.norm_topk_prob,
+        )  # fmt: skip
+    else:
+        x = x + swiglu(h, p["gate_up"], p["down"], p.get("gate_up_bias"), p.get("down_bias"))
+    return x, k, v
 
 
 def forward_full(
