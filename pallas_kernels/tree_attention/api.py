@@ -1,8 +1,9 @@
 """Attention of T tree rows over a committed prefix in the cache and over the rows themselves.
 
-The native kernel (`cpu.cc`) reads keys and values once per key head for all its query rows, only the live part of the
-cache, and reduces in an order that is a function of a row's ordered list of visible keys alone: a row of a tree gets the
-bits that plain decoding of its path would give, wherever its ancestors lie (algorithm.md section 6).
+The native kernel (`cpu.cc`) reads keys and values once per key head for all its query rows, only
+the live part of the cache, and reduces in an order that is a function of a row's ordered list of
+visible keys alone: a row of a tree gets the bits that plain decoding of its path would give,
+wherever its ancestors lie (algorithm.md section 6).
 """
 
 from pathlib import Path
@@ -25,7 +26,7 @@ def _library() -> native.NativeLibrary:
 
 
 def resolve(implementation: dispatch.Implementation = "auto") -> Literal["cpu", "xla"]:
-    """What `implementation` means on this machine; builds the native kernel if it may be used (seconds, once).
+    """What `implementation` means on this machine; builds the kernel if it may be used (once).
 
     Raises:
       native.KernelError: "cpu" where the kernel cannot be built.
@@ -33,7 +34,8 @@ def resolve(implementation: dispatch.Implementation = "auto") -> Literal["cpu", 
     if jax.default_backend() != "cpu":
         if implementation == "cpu":
             raise native.KernelError(
-                f"{specs.OP}: implementation 'cpu' needs JAX's cpu backend, not {jax.default_backend()!r}"
+                f"{specs.OP}: implementation 'cpu' needs JAX's cpu backend, "
+                f"not {jax.default_backend()!r}"
             )
         return dispatch.choose(specs.OP, "xla", _library)
     return dispatch.choose(specs.OP, implementation, _library)
@@ -52,34 +54,39 @@ def tree_attention(
     implementation: dispatch.Implementation = "auto",
     threads: int = 0,
 ) -> jax.Array:
-    """Softmax attention; row i sees cache slots 0..lengths[b]-1 and the new rows j with mask[b, i, j].
+    """Softmax attention of row i over the live cache slots and the new rows j with mask[b, i, j].
 
     Args:
       q: [B, K, G, T, h] queries: G query heads share a key head.
-      cache_k: [B, K, S, h] keys; slots >= lengths[b] are not read and may hold anything. Any S, also 0.
+      cache_k: [B, K, S, h] keys, any S; slots >= lengths[b] are not read and may hold anything.
       cache_v: [B, K, S, h] values.
       lengths: [B] int32, live slots per sequence, 0..S (checked when it runs).
       new_k: [B, K, T, h] keys of the rows themselves, not in the cache.
       new_v: [B, K, T, h] their values.
       mask: [B, T, T] bool. For trees: ancestor-or-self, rows in topological order.
       scale: factor of the scores.
-      implementation: "auto" runs the native kernel for float32 and bfloat16 where it can be built, else XLA; "cpu" or
-        "xla" insist.
-      threads: upper limit for the native kernel (0: all that XLA's pool and the CPU affinity allow). The bits do not
-        depend on it.
+      implementation: "auto" runs the native kernel for float32 and bfloat16 where it can be built,
+        else XLA; "cpu" or "xla" insist.
+      threads: most threads that the native kernel uses; 0: all that XLA's pool and the CPU affinity
+        allow, but one for a small problem. The bits do not depend on it.
 
     Returns:
-      [B, K, G, T, h] in q.dtype, accumulated in float32. A row that sees nothing is zero. From the native kernel the
-      bits of a row depend on its query and the ordered list of its visible keys and values only.
+      [B, K, G, T, h] in q.dtype, accumulated in float32. A row that sees nothing is zero. From the
+      native kernel the bits of a row depend on its query and on the ordered list of its visible
+      keys and values only.
+
+    Under vmap the native call takes the new axis as more batch; operands without it are copied.
 
     Raises:
-      native.KernelError: shapes or dtypes that do not fit, or an implementation that is not available.
+      native.KernelError: shapes or dtypes that do not fit, or an implementation not available.
+      jax.errors.JaxRuntimeError: when it runs, a length outside 0..S (native kernel).
     """
     _check(q, cache_k, cache_v, lengths, new_k, new_v, mask)
     symbol = _SYMBOL_OF_DTYPE.get(q.dtype.name)
     if symbol is None and implementation == "cpu":
         raise native.KernelError(
-            f"{specs.OP}: implementation 'cpu' has no {q.dtype} form: use float32 or bfloat16, or 'auto'"
+            f"{specs.OP}: implementation 'cpu' has no {q.dtype} form: "
+            "use float32 or bfloat16, or 'auto'"
         )
     if symbol is None or resolve(implementation) == "xla":
         return reference.tree_attention(
@@ -120,6 +127,6 @@ def _check(
     ):
         if x.shape != shape or x.dtype != dtype:
             raise native.KernelError(
-                f"{specs.OP}: {name} is {x.dtype}{list(x.shape)}, q {q.dtype}{list(q.shape)} needs "
-                f"{dtype}{list(shape)}"
+                f"{specs.OP}: {name} is {x.dtype}{list(x.shape)}, but q {q.dtype}{list(q.shape)} "
+                f"needs {dtype}{list(shape)}"
             )

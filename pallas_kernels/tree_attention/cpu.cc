@@ -81,8 +81,8 @@ inline void narrow(float x, Bf16* y) {  // to nearest, ties to even; a NaN stays
 }
 
 // ---- exp -----------------------------------------------------------------------------------------------------------
-// exp(x) for x <= 0: 2^n * e^r, n = round(x / ln 2), r in two pieces, e^r by a polynomial of degree 7 in r; at most
-// 1 ulp from the exact value. Zero below -87.33 (the result would be subnormal). NaN stays NaN.
+// exp(x) for x <= 0: 2^n * e^r, n = round(x / ln 2), ln 2 in two pieces, e^r by a polynomial of degree 7 (Cephes expf);
+// at most 1 ulp from the exact value (tested). Zero below -87.33 (the result would be subnormal). NaN stays NaN.
 inline Vec exp_negative(Vec x) {
   const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
   const Vec t = fma(x, splat(1.44269504088896341f), magic);
@@ -156,56 +156,51 @@ inline void fold16(const Wide (&a)[kWide], float* out, float scale) {
 }
 
 // ---- Scores --------------------------------------------------------------------------------------------------------
-// Scores of 16 keys: key(i) points at the padded_dim elements of the i-th.
+// Scores of 16 keys. key(i) points at the h elements of the i-th, padded to a multiple of 16.
+// C: steps of 16 when known to the compiler, else 0. The sums are the same either way.
 template <int C, typename Key>
 inline void score16(const float* q, int steps, const Key& key, float scale, float* out) {
   Wide sums[kWide];
+  const int count = C > 0 ? C : steps;
+  for (int part = 0; part < kParts; ++part) {
+    const int at = part * kLanes;
+    const Vec first = load(q + at);
 #pragma GCC unroll 16
-  for (int i = 0; i < kWide; ++i) {
-    const auto* k = key(i);
-    for (int part = 0; part < kParts; ++part) {
-      const int at = part * kLanes;
-      Vec sum = load(q + at) * fetch(k + at);
-      if constexpr (C > 0) {
+    for (int i = 0; i < kWide; ++i) sums[i].part[part] = first * fetch(key(i) + at);
 #pragma GCC unroll 8
-        for (int c = 1; c < C; ++c) sum = fma(load(q + c * kWide + at), fetch(k + c * kWide + at), sum);
-      } else {
-        for (int c = 1; c < steps; ++c) sum = fma(load(q + c * kWide + at), fetch(k + c * kWide + at), sum);
-      }
-      sums[i].part[part] = sum;
+    for (int c = 1; c < count; ++c) {
+      const Vec query = load(q + c * kWide + at);
+#pragma GCC unroll 16
+      for (int i = 0; i < kWide; ++i)
+        sums[i].part[part] = fma(query, fetch(key(i) + c * kWide + at), sums[i].part[part]);
     }
   }
   fold16(sums, out, scale);
 }
 
-// Scores of `count` keys in a row for `rows` queries. The last block repeats its last key instead of reading on.
+// Scores of `count` keys for `rows` queries: the first `count`, or those named in `list`. A last block that is not
+// full repeats its last key instead of reading on.
 template <int C, typename E>
-void score_run(const float* q, int rows, int padded, const E* k, int count, float scale, float* out, size_t stride) {
+void score_rows(const float* q, int rows, int padded, const E* k, const int* list, int count, float scale, float* out,
+                size_t stride) {
+  const int width = C > 0 ? C * kWide : padded;
   for (int j = 0; j < count; j += kWide) {
-    const E* block = k + static_cast<size_t>(j) * padded;
-    const int last = count - j - 1;
+    const E* block = k + static_cast<size_t>(j) * width;
+    const E* keys[kWide];
+    const bool direct = list == nullptr && j + kWide <= count;
+    if (!direct)
+      for (int i = 0; i < kWide; ++i) {
+        const int at = std::min(j + i, count - 1);
+        keys[i] = k + static_cast<size_t>(list ? list[at] : at) * width;
+      }
     for (int r = 0; r < rows; ++r) {
-      const float* query = q + static_cast<size_t>(r) * padded;
-      float* to = out + r * stride + j;
-      const int width = C > 0 ? C * kWide : padded;
-      if (last >= kWide - 1) {
-        score16<C>(query, padded / kWide, [=](int i) { return block + i * width; }, scale, to);
+      const float* query = q + static_cast<size_t>(r) * width;
+      if (direct) {
+        score16<C>(query, width / kWide, [=](int i) { return block + i * width; }, scale, out + r * stride + j);
       } else {
-        score16<C>(query, padded / kWide, [=](int i) { return block + std::min(i, last) * width; }, scale, to);
+        score16<C>(query, width / kWide, [&](int i) { return keys[i]; }, scale, out + r * stride + j);
       }
     }
-  }
-}
-
-template <int C, typename E>
-void score_list(const float* q, int rows, int padded, const E* k, const int* list, int count, float scale, float* out,
-                size_t stride) {
-  for (int j = 0; j < count; j += kWide) {
-    const E* keys[kWide];
-    for (int i = 0; i < kWide; ++i) keys[i] = k + static_cast<size_t>(list[std::min(j + i, count - 1)]) * padded;
-    for (int r = 0; r < rows; ++r)
-      score16<C>(q + static_cast<size_t>(r) * padded, padded / kWide, [&](int i) { return keys[i]; }, scale,
-                 out + r * stride + j);
   }
 }
 
@@ -236,7 +231,9 @@ void values_columns(const float* p, size_t stride, const E* v, const int* list, 
   int c = 0;
   for (; c + kMaxColumns * kLanes <= padded; c += kMaxColumns * kLanes)
     values<R, kMaxColumns>(p, stride, v + c, list, count, padded, acc + c);
-  for (; c < padded; c += kLanes) values<R, 1>(p, stride, v + c, list, count, padded, acc + c);
+  for (; c < padded; c += kLanes)
+    for (int r = 0; r < R; ++r)
+      values<1, 1>(p + r * stride, stride, v + c, list, count, padded, acc + static_cast<size_t>(r) * padded + c);
 }
 
 template <int R, typename E>
@@ -287,6 +284,9 @@ inline float softmax_row(float* s, int count) {
 
 // ---- One unit of work ----------------------------------------------------------------------------------------------
 template <typename E>
+using ScoreRows = void (*)(const float*, int, int, const E*, const int*, int, float, float*, size_t);
+
+template <typename E>
 struct Job {
   const E *q, *cache_k, *cache_v, *new_k, *new_v;
   const int32_t* lengths;
@@ -295,6 +295,7 @@ struct Job {
   int batch, heads, group, rows, dim, capacity;
   int block, blocks;  // new rows per unit and units per (sequence, head)
   float scale;
+  ScoreRows<E> score_rows;
 };
 
 // Grows and never shrinks; one per thread.
@@ -322,7 +323,7 @@ void pad_rows(const E* from, int count, int dim, int padded, E* to) {
   }
 }
 
-template <int C, typename E>
+template <typename E>
 void attend(const Job<E>& job, int index) {
   const int part = index % job.blocks, pair = index / job.blocks;
   const int b = pair / job.heads;
@@ -368,10 +369,10 @@ void attend(const Job<E>& job, int index) {
     for (int j = 0; j < live; j += kValueBlock) {
       const int count = std::min(kValueBlock, live - j);
       pad_rows(cache_k + static_cast<size_t>(j) * dim, count, dim, padded, spare);
-      score_run<C>(q, rows, padded, spare, count, job.scale, scores + j, stride);
+      job.score_rows(q, rows, padded, spare, nullptr, count, job.scale, scores + j, stride);
     }
   } else {
-    score_run<C>(q, rows, padded, cache_k, live, job.scale, scores, stride);
+    job.score_rows(q, rows, padded, cache_k, nullptr, live, job.scale, scores, stride);
   }
 
   // Scores of the new rows go right behind, so a row's scores are its visible list. `total` replaces the query.
@@ -388,11 +389,9 @@ void attend(const Job<E>& job, int index) {
     const int r = (t - t0) * group;
     const int count = visible(t);
     float* tail = scores + r * stride + live;
-    if (count > 0 && list[count - 1] == count - 1) {  // a plain prefix
-      score_run<C>(q + static_cast<size_t>(r) * padded, group, padded, new_k, count, job.scale, tail, stride);
-    } else {
-      score_list<C>(q + static_cast<size_t>(r) * padded, group, padded, new_k, list, count, job.scale, tail, stride);
-    }
+    const bool prefix = count > 0 && list[count - 1] == count - 1;
+    job.score_rows(q + static_cast<size_t>(r) * padded, group, padded, new_k, prefix ? nullptr : list, count, job.scale,
+                   tail, stride);
     for (int g = 0; g < group; ++g)
       q[static_cast<size_t>(r + g) * padded] = softmax_row(scores + (r + g) * stride, live + count);
   }
@@ -423,16 +422,11 @@ void attend(const Job<E>& job, int index) {
 }
 
 template <typename E>
-using Unit = void (*)(const Job<E>&, int);
-
-template <typename E>
-Unit<E> find_unit(int steps) {
-  switch (steps) {
-    case 2: return attend<2, E>;
-    case 4: return attend<4, E>;
-    case 8: return attend<8, E>;
-    default: return attend<0, E>;
-  }
+ScoreRows<E> find_score_rows(int steps) {
+  if (steps == 4) return score_rows<4, E>;
+  if constexpr (sizeof(E) == sizeof(float))
+    if (steps == 8) return score_rows<8, E>;
+  return score_rows<0, E>;
 }
 
 template <typename E, ffi::DataType D>
@@ -483,11 +477,11 @@ ffi::Error tree_attention(ffi::ThreadPool pool, ffi::Buffer<D> q, ffi::Buffer<D>
   job.blocks = (job.rows + job.block - 1) / job.block;
   // Per key, head and vector of h: about one cycle for the memory and one per row.
   const double cost = keys * job.heads * (job.dim + kWide - 1) / kWide * (job.group * job.rows + 1.0);
-  const Unit<E> unit = find_unit<E>((job.dim + kWide - 1) / kWide);
-  parallel_for(pool, static_cast<int>(pairs) * job.blocks, cost < kSerialCost ? 1 : static_cast<int>(threads),
-               [&job, unit](int begin, int end) {
-                 for (int i = begin; i < end; ++i) unit(job, i);
-               });
+  job.score_rows = find_score_rows<E>((job.dim + kWide - 1) / kWide);
+  const int limit = threads == 0 && cost < kSerialCost ? 1 : static_cast<int>(threads);
+  parallel_for(pool, static_cast<int>(pairs) * job.blocks, limit, [&job](int begin, int end) {
+    for (int i = begin; i < end; ++i) attend(job, i);
+  });
   return ffi::Error::Success();
 }
 
@@ -514,3 +508,10 @@ using Float = float;
 }
 JETSPEC_TREE_ATTENTION(TreeAttentionF32, Float, F32);
 JETSPEC_TREE_ATTENTION(TreeAttentionBf16, Bf16, BF16);
+
+// exp_negative for tests; count is a multiple of 16.
+extern "C" void TreeAttentionExp(const float* x, float* y, int64_t count) {
+  jetspec::FloatEnv env;
+  for (int64_t i = 0; i < count; i += jetspec::kLanes)
+    jetspec::store(y + i, jetspec::exp_negative(jetspec::load(x + i)));
+}

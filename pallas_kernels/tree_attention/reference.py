@@ -17,9 +17,10 @@ def tree_attention(
 ) -> jax.Array:
     """Arguments and result as `api.tree_attention`; scores, softmax and sums in float32.
 
-    Reads the whole cache, and its bits depend on all shapes: it is the meaning of the op, not its fast form.
+    Reads the whole cache, and its bits depend on all shapes: it is the meaning of the op, not its
+    fast form.
     """
-    batch, heads, group, rows, dim = q.shape
+    batch, _, _, rows, _ = q.shape
     capacity = cache_k.shape[2]
     live = jnp.arange(capacity, dtype=jnp.int32)[None, :] < lengths[:, None]
     live = jnp.broadcast_to(live[:, None, :], (batch, rows, capacity))
