@@ -115,6 +115,8 @@ class LLM:
             raise ConfigError(f"mode 'chain' and builder {spec.builder!r} contradict each other; drop one of them")
         if drafter == SCRIPTED and self.script is None:
             raise ConfigError("drafter 'scripted' is a test double; choose head, lookup, hybrid or none")
+        if spec.depth is not None and spec.depth >= _SLACK:
+            raise ConfigError(f"depth={spec.depth} is more than a round can write; give at most {_SLACK - 1}")
         if head is None or drafter not in ("head", "hybrid"):
             return dataclasses.replace(
                 spec, drafter=drafter, depth=spec.depth or LOOKUP_DEPTH,
@@ -223,6 +225,8 @@ class LLM:
         finally:
             for state in session.states():
                 rows = state.tokens.shape[0]
+                if state.cache.k[0].is_deleted():
+                    continue  # a program failed after taking these buffers; the next session allocates new ones
                 self._caches["target", rows] = state.cache
                 if state.context is not None:
                     self._caches["draft", rows] = state.context
@@ -298,7 +302,7 @@ class LLM:
         Raises:
             InputError: a prompt that cannot be served; nothing has been generated then.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
         items = [prompts] if single else list(prompts)
         return self._run(items, sampling, spec, trace)
 
