@@ -63,7 +63,7 @@ class Dataset:
 def _read_shard(path: Path) -> dict[str, np.ndarray]:
     try:
         if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as file:
+            with open(path, "rb") as handle, np.load(handle, allow_pickle=False) as file:
                 return {name: file[name] for name in file.files}
         return safetensors.numpy.load_file(path)
     except Exception as err:  # noqa: BLE001 - zip, safetensors and OS errors alike mean a damaged shard

@@ -60,11 +60,21 @@ def candidates(
     if noise is not None:
         base = base + noise
     if cfg.path_head == "none":
-        logp, chosen = jax.lax.top_k(base, width)
+        logp, chosen = _top_k(base, width)
         logp = jnp.minimum(logp - jax.nn.logsumexp(base, -1, keepdims=True), 0.0)
         table = jnp.broadcast_to(logp[:, None, :], (depth, width, width))
         return Candidates(_to_target(chosen, id_map), table)
     return _markov(params, cfg, base, scale, anchor_token, id_map, width, normaliser)
+
+
+def _top_k(x: Array, width: int) -> tuple[Array, Array]:
+    """`lax.top_k` whose result is only read whole.
+
+    XLA's CPU compiler replaces it by a full sort (2.7 ms instead of 0.06 for 12,288 logits, measured) as soon as a
+    consumer's slice, such as best[0], is merged into it; the barrier keeps them apart.
+    """
+    values, index = jax.lax.optimization_barrier(jax.lax.top_k(x, width))
+    return values, index
 
 
 def _to_target(chosen: Array, id_map: Array | None) -> Array:
@@ -86,11 +96,11 @@ def _markov(
             rows = base[level][None] + linear(features, w2).astype(jnp.float32)  # [P, Vd]
             log_z = jax.nn.logsumexp(rows, -1)
             ranking = jax.nn.logsumexp(rows - log_z[:, None] + jnp.log(belief)[:, None], 0)
-            _, chosen = jax.lax.top_k(ranking, width)
+            _, chosen = _top_k(ranking, width)
             logp = rows[:, chosen] - log_z[:, None]
         else:
             mixed = base[level] + linear(expected, w2)[0].astype(jnp.float32)
-            best, chosen = jax.lax.top_k(mixed, width)
+            best, chosen = _top_k(mixed, width)
             # mass outside the candidates, in units of exp(best[0]): the same for all parents
             total = jnp.exp(mixed - best[0]).sum()
             tail = jnp.maximum(total - jnp.exp(best - best[0]).sum(), 1e-6 * total)
