@@ -168,7 +168,7 @@ def markdown(document: Mapping[str, Any], plots: Sequence[Path]) -> str:
     ]
     lines += [
         f"Model: {facts['model']}; draft head: {facts['draft'] or 'none'}; speculation: "
-        f"`{cli.dump_json(cli.dump_json(facts['spec']))}`.",
+        f"`{cli.dump_json(facts['spec'])}`.",
         "",
     ]
     lines += markdown_table([cells(name, s) for name, s in suites.items()], COLUMNS)

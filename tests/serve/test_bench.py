@@ -81,6 +81,7 @@ def test_report_files_and_svg_plots(fake: Fake, run: Run, tmp_path: Path) -> Non
     ):
         assert word in text
     assert all(f"]({name}.svg)" in text for name in names)
+    assert 'speculation: `{"mode": "auto"' in text
 
 
 def test_ctrl_c_keeps_what_is_measured(
