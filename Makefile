@@ -18,7 +18,7 @@ RUN := $(VENV)/.installed-run-$(KIND)
 DEV := $(VENV)/.installed-dev-$(KIND)
 INPUTS := pyproject.toml uv.lock requirements/data.txt
 
-.PHONY: help demo generate test test-fast lint format types check bench train-smoke goldens lock hooks install dev clean distclean
+.PHONY: help demo test test-fast lint format types check bench lock hooks install dev clean distclean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -45,9 +45,6 @@ check: lint types test  ## lint, types and tests
 
 bench: $(DEV)  ## README's benchmark table: make bench SUITES=humaneval ARGS="--limit 20"
 	@$(BIN)/python -m serve.bench --suite $(SUITES) $(ARGS)
-
-train-smoke: $(DEV)  ## A few minutes of training through every stage, on tiny settings
-	@$(BIN)/python -m train.train_draft --config configs/train/smoke.toml
 
 lock: $(DEV)  ## Resolve again after a change of pyproject.toml
 	@$(BIN)/uv lock
