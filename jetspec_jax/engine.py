@@ -29,7 +29,7 @@ from jetspec_jax.state import RUNNING, EngineParams
 
 # Node counts that the automatic budget chooses from, by the kernels in use: a native verify of 16 rows costs less
 # than two plain steps, XLA's more.
-AUTO_BUDGETS = {"cpu": (1, 4, 8, 12, 16), "xla": (1, 4, 8, 16)}
+AUTO_BUDGETS = {"cpu": (1, 4, 8, 16), "xla": (1, 4, 8)}
 LOOKUP_DEPTH = 8  # drafted tokens per round where no head sets the depth
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _ALL_ROUNDS = 64  # rounds per call of the whole-generation driver: an interrupt is seen between calls

@@ -1,4 +1,5 @@
-"""The draft head (algorithm.md sections 2 and 3): one backbone pass drafts a whole tree's candidates."""
+"""The draft head (algorithm.md sections 2 and 3): one backbone pass drafts a whole tree's
+candidates."""
 
 from jetspec_jax.drafter.candidates import candidates
 from jetspec_jax.drafter.checkpoint import (

@@ -1,8 +1,9 @@
 """The published checkpoint layout of draft heads, read and written (algorithm.md section 2).
 
-A directory with model.safetensors and config.json: Qwen3 fields, `block_size`, `num_target_layers` and `dflash_config`
-{target_layer_ids, mask_token_id, causal_head}. Ours adds, where used, tensors `path_head.w1.weight`,
-`path_head.w2.weight` and `draft_id_map` (int32) and the keys of `jetspec_config`; a head without them loads as well.
+A directory with model.safetensors and config.json: Qwen3 fields, `block_size`, `num_target_layers`
+and `dflash_config` {target_layer_ids, mask_token_id, causal_head}. Ours adds, where used, tensors
+`path_head.w1.weight`, `path_head.w2.weight` and `draft_id_map` (int32) and the keys of
+`jetspec_config`; a head without them loads as well.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _CAUSAL_NAMES = ("causal_head", "causal")
 
 
 class DraftHead(NamedTuple):
-    """A loaded head. `id_map` [Vd] int32: target id of each draft id; None: the whole target vocabulary."""
+    """A loaded head. `id_map` [Vd] int32: target id of each draft id; None: the whole target
+    vocabulary."""
 
     config: DraftConfig
     params: Params
@@ -41,7 +43,8 @@ class DraftHead(NamedTuple):
 
 
 def default_layer_ids(taps: int, target_layers: int) -> tuple[int, ...]:
-    """The published choice of tapped layers: one in the middle, or evenly from layer 1 to layer nT - 3."""
+    """The published choice of tapped layers: one in the middle, or evenly from layer 1 to layer nT
+    - 3."""
     if taps == 1:
         return (target_layers // 2,)
     return tuple(round(1 + i * (target_layers - 4) / (taps - 1)) for i in range(taps))
@@ -49,17 +52,28 @@ def default_layer_ids(taps: int, target_layers: int) -> tuple[int, ...]:
 
 def _field(values: Mapping[str, Any], key: str, path: Path) -> Any:
     if values.get(key) is None:
-        raise ModelFileError(f"{path}: field {key} is missing; use the config.json published with the draft head")
+        raise ModelFileError(
+            f"{path}: field {key} is missing; use the config.json published with the draft head"
+        )
     return values[key]
 
 
 def _causal(values: Mapping[str, Any], inner: Mapping[str, Any], path: Path) -> bool:
-    found = {str(where[name]) for where in (inner, values) for name in _CAUSAL_NAMES if where.get(name) is not None}
+    found = {
+        str(where[name])
+        for where in (inner, values)
+        for name in _CAUSAL_NAMES
+        if where.get(name) is not None
+    }
     if len(found) > 1:
-        raise ModelFileError(f"{path}: causal_head and causal contradict each other; keep the value the head was trained with")
+        raise ModelFileError(
+            f"{path}: causal_head and causal contradict each other; keep the value the head "
+            "was trained with"
+        )
     if not found:
         warnings.warn(
-            f"{path}: neither causal_head nor causal is set; taking the head as bidirectional (DFlash). "
+            f"{path}: neither causal_head nor causal is set; taking the head as bidirectional "
+            "(DFlash). "
             "If acceptance is near zero, set dflash_config.causal_head to true",
             stacklevel=3,
         )
@@ -78,10 +92,15 @@ def parse_draft_config(values: Mapping[str, Any], path: Path) -> DraftConfig:
     inner = values.get("dflash_config") or {}
     extra = values.get("jetspec_config") or {}
     if not isinstance(inner, dict) or not isinstance(extra, dict):
-        raise ModelFileError(f"{path}: dflash_config and jetspec_config must be JSON objects; download the head again")
+        raise ModelFileError(
+            f"{path}: dflash_config and jetspec_config must be JSON objects; download the "
+            "head again"
+        )
     base = parse_config({**values, "model_type": "qwen3"}, path)
     if base.qkv_bias:
-        raise ModelFileError(f"{path}: attention_bias is true, but published draft heads have none; check the file")
+        raise ModelFileError(
+            f"{path}: attention_bias is true, but published draft heads have none; check the file"
+        )
     ids = inner.get("target_layer_ids", values.get("target_layer_ids"))
     target_layers = int(_field(values, "num_target_layers", path))
     if ids is None:
@@ -89,7 +108,9 @@ def parse_draft_config(values: Mapping[str, Any], path: Path) -> DraftConfig:
         ids = default_layer_ids(base.num_layers, target_layers)
     mask = inner.get("mask_token_id", values.get("mask_token_id"))
     if mask is None:
-        raise ModelFileError(f"{path}: field dflash_config.mask_token_id is missing; use the published config.json")
+        raise ModelFileError(
+            f"{path}: field dflash_config.mask_token_id is missing; use the published config.json"
+        )
     return DraftConfig(
         hidden_size=base.hidden_size,
         num_layers=base.num_layers,
@@ -119,15 +140,26 @@ def read_draft_config(directory: str | os.PathLike[str]) -> DraftConfig:
     return parse_draft_config(read_json(path), path)
 
 
-def config_json(cfg: DraftConfig, target: ModelConfig | None = None, dtype: str = "bfloat16") -> dict[str, Any]:
+def config_json(
+    cfg: DraftConfig, target: ModelConfig | None = None, dtype: str = "bfloat16"
+) -> dict[str, Any]:
     """The published config.json of a head; both names of the causal flag are written."""
     rope: dict[str, Any] = {"rope_theta": cfg.rope.theta, "rope_scaling": None}
     if cfg.rope.kind != "default":
         scaling = {"rope_type": cfg.rope.kind, "factor": cfg.rope.factor}
         if cfg.rope.kind in ("llama3", "yarn"):
             scaling["original_max_position_embeddings"] = cfg.rope.original_max_position
-        names = {"llama3": ("low_freq_factor", "high_freq_factor"),
-                 "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")}  # fmt: skip
+        names = {
+            "llama3": ("low_freq_factor", "high_freq_factor"),
+            "yarn": (
+                "beta_fast",
+                "beta_slow",
+                "attention_factor",
+                "mscale",
+                "mscale_all_dim",
+                "truncate",
+            ),
+        }
         for name in names.get(cfg.rope.kind, ()):
             if getattr(cfg.rope, name) is not None:
                 scaling[name] = getattr(cfg.rope, name)
@@ -173,11 +205,14 @@ def config_json(cfg: DraftConfig, target: ModelConfig | None = None, dtype: str 
     return values
 
 
-def check_target(cfg: DraftConfig, target: ModelConfig, path: str | os.PathLike[str] = "draft head") -> None:
+def check_target(
+    cfg: DraftConfig, target: ModelConfig, path: str | os.PathLike[str] = "draft head"
+) -> None:
     """Refuse a head that was made for another target, naming everything that differs in one line.
 
     Raises:
-        ModelFileError: hidden size, vocabulary, layer count or tapped layers do not fit; mask token is pad or EOS.
+        ModelFileError: hidden size, vocabulary, layer count or tapped layers do not fit; mask token
+            is pad or EOS.
     """
     wrong = [
         f"{name} {ours} (target: {theirs})"
@@ -187,16 +222,24 @@ def check_target(cfg: DraftConfig, target: ModelConfig, path: str | os.PathLike[
             ("vocabulary", cfg.vocab_size, target.vocab_size),
             ("num_target_layers", cfg.num_target_layers, target.num_layers),
         )
-        if ours != theirs and not (name == "target hidden size" and cfg.hidden_size == cfg.target_hidden_size)
+        if ours != theirs
+        and not (name == "target hidden size" and cfg.hidden_size == cfg.target_hidden_size)
     ]
     beyond = [i for i in cfg.target_layer_ids if not 0 <= i < target.num_layers]
     if beyond:
         wrong.append(f"target_layer_ids {beyond} out of range (target: {target.num_layers} layers)")
     if wrong:
-        raise ModelFileError(f"{path}: a head of another target: {'; '.join(wrong)}; give the head trained for this model")
-    if cfg.mask_token_id in (*target.eos_ids, target.pad_id) or not 0 <= cfg.mask_token_id < target.vocab_size:
         raise ModelFileError(
-            f"{path}: mask_token_id {cfg.mask_token_id} is the target's pad or EOS, or outside its vocabulary; "
+            f"{path}: a head of another target: {'; '.join(wrong)}; give the head trained for "
+            "this model"
+        )
+    if (
+        cfg.mask_token_id in (*target.eos_ids, target.pad_id)
+        or not 0 <= cfg.mask_token_id < target.vocab_size
+    ):
+        raise ModelFileError(
+            f"{path}: mask_token_id {cfg.mask_token_id} is the target's pad or EOS, or "
+            "outside its vocabulary; "
             "use the id the head was trained with"
         )
 
@@ -213,35 +256,54 @@ def _read_id_map(directory: Path, cfg: DraftConfig) -> np.ndarray | None:
     found = None
     if path.is_file():
         with safetensors.safe_open(str(path), "numpy") as file:
-            found = np.asarray(file.get_tensor(ID_MAP)) if ID_MAP in file.keys() else None
+            names = set(file.keys())
+            found = np.asarray(file.get_tensor(ID_MAP)) if ID_MAP in names else None
     if cfg.draft_vocab_size is None:
         if found is not None:
-            raise ModelFileError(f"{path}: holds {ID_MAP}, but config.json has no draft_vocab_size; use the head's own config")
+            raise ModelFileError(
+                f"{path}: holds {ID_MAP}, but config.json has no draft_vocab_size; use the "
+                "head's own config"
+            )
         return None
     if found is None:
-        raise ModelFileError(f"{path}: tensor {ID_MAP!r} is missing though draft_vocab_size is {cfg.draft_vocab_size}; export the head again")
+        raise ModelFileError(
+            f"{path}: tensor {ID_MAP!r} is missing though draft_vocab_size is "
+            f"{cfg.draft_vocab_size}; export the head again"
+        )
     return check_id_map(found, cfg, path)
 
 
-def check_id_map(id_map: np.ndarray, cfg: DraftConfig, path: str | os.PathLike[str] = "draft head") -> np.ndarray:
+def check_id_map(
+    id_map: np.ndarray, cfg: DraftConfig, path: str | os.PathLike[str] = "draft head"
+) -> np.ndarray:
     """The id map as int32 [Vd] after checking type, size, range and distinctness.
 
     Raises:
         ModelFileError: any of these does not hold.
     """
     good = id_map.shape == (cfg.draft_vocab_size,) and id_map.dtype.kind in "iu"
-    if not good or id_map.min() < 0 or id_map.max() >= cfg.vocab_size or np.unique(id_map).size != id_map.size:
+    if (
+        not good
+        or id_map.min() < 0
+        or id_map.max() >= cfg.vocab_size
+        or np.unique(id_map).size != id_map.size
+    ):
         raise ModelFileError(
-            f"{path}: {ID_MAP} {id_map.dtype} {id_map.shape} is not a list of {cfg.draft_vocab_size} distinct ids below "
+            f"{path}: {ID_MAP} {id_map.dtype} {id_map.shape} is not a list of "
+            f"{cfg.draft_vocab_size} distinct ids below "
             f"{cfg.vocab_size}; export the head again"
         )
     return id_map.astype(np.int32)
 
 
 def load_draft(
-    directory: str | os.PathLike[str], target: ModelConfig | None = None, dtype: Any = np.float32, *,
-    transform: Transform | None = None, progress: Progress | None = None,
-) -> DraftHead:  # fmt: skip
+    directory: str | os.PathLike[str],
+    target: ModelConfig | None = None,
+    dtype: Any = np.float32,
+    *,
+    transform: Transform | None = None,
+    progress: Progress | None = None,
+) -> DraftHead:
     """Load a head directory.
 
     Args:
@@ -263,7 +325,9 @@ def load_draft(
     return DraftHead(cfg, params, id_map)
 
 
-def published_tensors(cfg: DraftConfig, params: Params, id_map: np.ndarray | None, dtype: Any) -> dict[str, np.ndarray]:
+def published_tensors(
+    cfg: DraftConfig, params: Params, id_map: np.ndarray | None, dtype: Any
+) -> dict[str, np.ndarray]:
     """Parameters as checkpoint tensors: fused projections are split into their published parts."""
     flat = flatten(params)
     sizes = {"kv": (cfg.num_kv_heads * cfg.head_dim,) * 2, "gate_up": (cfg.ffn_size,) * 2}
@@ -279,16 +343,25 @@ def published_tensors(cfg: DraftConfig, params: Params, id_map: np.ndarray | Non
 
 
 def save_draft(
-    directory: str | os.PathLike[str], cfg: DraftConfig, params: Params, id_map: np.ndarray | Array | None = None, *,
-    dtype: Any = ml_dtypes.bfloat16, target: ModelConfig | None = None,
-) -> Path:  # fmt: skip
-    """Write a head in the published layout; each file appears complete or not at all. Returns the directory."""
+    directory: str | os.PathLike[str],
+    cfg: DraftConfig,
+    params: Params,
+    id_map: np.ndarray | Array | None = None,
+    *,
+    dtype: Any = ml_dtypes.bfloat16,
+    target: ModelConfig | None = None,
+) -> Path:
+    """Write a head in the published layout; each file appears complete or not at all. Returns the
+    directory."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = published_tensors(cfg, params, None if id_map is None else np.asarray(id_map), dtype)
     values = config_json(cfg, target, np.dtype(dtype).name)
     data = safetensors.numpy.save(tensors, {"format": "pt"})
-    for name, content in (("model.safetensors", data), ("config.json", (json.dumps(values, indent=2) + "\n").encode())):
+    for name, content in (
+        ("model.safetensors", data),
+        ("config.json", (json.dumps(values, indent=2) + "\n").encode()),
+    ):
         temporary = folder / f".{name}.tmp"
         temporary.write_bytes(content)
         os.replace(temporary, folder / name)

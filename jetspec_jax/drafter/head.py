@@ -1,7 +1,9 @@
-"""The draft head: context fusion, per-layer context K/V, and the block forward (algorithm.md sections 2 and 3).
+"""The draft head: context fusion, per-layer context K/V, and the block forward (algorithm.md
+sections 2 and 3).
 
-Serving and training call the same functions: serving with one anchor a sequence and context rows added as they are
-committed, training with many anchors a sequence over one projection of the whole context.
+Serving and training call the same functions: serving with one anchor a sequence and context rows
+added as they are committed, training with many anchors a sequence over one projection of the whole
+context.
 """
 
 from __future__ import annotations
@@ -26,11 +28,19 @@ def declare(cfg: DraftConfig) -> Declaration:
 
     Embedding and LM head belong to the target and are not part of the head.
     """
-    width, q_width, kv_width = cfg.hidden_size, cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
+    width, q_width, kv_width = (
+        cfg.hidden_size,
+        cfg.num_heads * cfg.head_dim,
+        cfg.num_kv_heads * cfg.head_dim,
+    )
     decl: Declaration = {}
 
-    def matrix(name: str, rows: int, cols: int, axes: tuple[str | None, str | None], *sources: str) -> None:
-        decl[name] = WeightSpec((rows, cols), axes, tuple(f"{s}.weight" for s in sources), linear=True)
+    def matrix(
+        name: str, rows: int, cols: int, axes: tuple[str | None, str | None], *sources: str
+    ) -> None:
+        decl[name] = WeightSpec(
+            (rows, cols), axes, tuple(f"{s}.weight" for s in sources), linear=True
+        )
 
     def norm(name: str, size: int, source: str) -> None:
         decl[name] = WeightSpec((size,), (None,), (f"{source}.weight",), init="ones")
@@ -43,31 +53,49 @@ def declare(cfg: DraftConfig) -> Declaration:
         norm(f"{here}.input_norm", width, f"{here}.input_layernorm")
         norm(f"{here}.post_norm", width, f"{here}.post_attention_layernorm")
         matrix(f"{here}.q", q_width, width, ("heads", None), f"{attn}.q_proj")
-        matrix(f"{here}.kv", 2 * kv_width, width, ("heads", None), f"{attn}.k_proj", f"{attn}.v_proj")
+        matrix(
+            f"{here}.kv", 2 * kv_width, width, ("heads", None), f"{attn}.k_proj", f"{attn}.v_proj"
+        )
         matrix(f"{here}.o", width, q_width, (None, "heads"), f"{attn}.o_proj")
         norm(f"{here}.q_norm", cfg.head_dim, f"{attn}.q_norm")
         norm(f"{here}.k_norm", cfg.head_dim, f"{attn}.k_norm")
-        matrix(f"{here}.gate_up", 2 * cfg.ffn_size, width, ("ffn", None), f"{mlp}.gate_proj", f"{mlp}.up_proj")
+        matrix(
+            f"{here}.gate_up",
+            2 * cfg.ffn_size,
+            width,
+            ("ffn", None),
+            f"{mlp}.gate_proj",
+            f"{mlp}.up_proj",
+        )
         matrix(f"{here}.down", width, cfg.ffn_size, (None, "ffn"), f"{mlp}.down_proj")
     if cfg.path_head == "markov":
-        decl["path.w1"] = WeightSpec((cfg.vocab_size, cfg.path_rank), ("vocab", None), ("path_head.w1.weight",))
-        # Zero at the start of training: the correction begins as none and does not disturb the backbone.
+        decl["path.w1"] = WeightSpec(
+            (cfg.vocab_size, cfg.path_rank), ("vocab", None), ("path_head.w1.weight",)
+        )
+        # Zero at the start of training: the correction begins as none and does not disturb the
+        # backbone.
         shape = (cfg.head_vocab_size, cfg.path_rank)
-        decl["path.w2"] = WeightSpec(shape, ("vocab", None), ("path_head.w2.weight",), init="zeros", linear=True)
+        decl["path.w2"] = WeightSpec(
+            shape, ("vocab", None), ("path_head.w2.weight",), init="zeros", linear=True
+        )
     return decl
 
 
 def fuse(params: Params, cfg: DraftConfig, taps: Array) -> Array:
-    """Tapped target states [..., n, Ht] -> context features [..., H] (concatenate, project, norm)."""
+    """Tapped target states [..., n, Ht] -> context features [..., H] (concatenate, project,
+    norm)."""
     flat = taps.reshape(*taps.shape[:-2], taps.shape[-2] * taps.shape[-1])
     return rms_norm(linear(flat, params["fc"]), params["hidden_norm"], cfg.rms_eps)
 
 
-def context_kv(params: Params, cfg: DraftConfig, ctx: Array, positions: Array) -> tuple[LayerKV, ...]:
+def context_kv(
+    params: Params, cfg: DraftConfig, ctx: Array, positions: Array
+) -> tuple[LayerKV, ...]:
     """Each layer's keys (normed, rotated) and values of context rows.
 
     Args:
-        ctx: [B, T, H] from `fuse`. Every layer projects the same tensor; no layer's norm is applied to it.
+        ctx: [B, T, H] from `fuse`. Every layer projects the same tensor; no layer's norm is applied
+            to it.
         positions: [B, T] int32, absolute.
 
     Returns:
@@ -89,9 +117,16 @@ def _keys_values(p: PyTree, cfg: DraftConfig, x: Array, cos: Array, sin: Array) 
 
 
 def draft_block(
-    params: Params, cfg: DraftConfig, block_embeds: Array, positions: Array, ctx_k: tuple[Array, ...],
-    ctx_v: tuple[Array, ...], ctx_visible: Array, *, chunk: int = 256,
-) -> Array:  # fmt: skip
+    params: Params,
+    cfg: DraftConfig,
+    block_embeds: Array,
+    positions: Array,
+    ctx_k: tuple[Array, ...],
+    ctx_v: tuple[Array, ...],
+    ctx_visible: Array,
+    *,
+    chunk: int = 256,
+) -> Array:
     """Forward of A blocks a sequence, each blind to the others.
 
     Args:
@@ -99,18 +134,21 @@ def draft_block(
         block_embeds: [B, A, bs, H], target embeddings of `block_inputs(...).tokens`.
         positions: [B, A, bs] int32 from `block_inputs`.
         ctx_k, ctx_v: per layer [B, K, S, h] (`context_kv`), row s holding position s.
-        ctx_visible: what a block sees of the context: [B, A, S] bool, or, when that is a prefix, int32 lengths [B, A]
-            (rows strictly before the anchor = the anchor's position). With one anchor a sequence and lengths, only
-            the live part of the cache is read (S must then be a multiple of `chunk`).
+        ctx_visible: what a block sees of the context: [B, A, S] bool, or, when that is a prefix,
+            int32 lengths [B, A] (rows strictly before the anchor = the anchor's position). With one
+            anchor a sequence and lengths, only the live part of the cache is read (S must then be a
+            multiple of `chunk`).
         chunk: context rows per loop turn of that form.
 
     Returns:
-        [B, A, D, H] after the final norm: the predicting slots in depth order. Depth d predicts the token at
-        position anchor + 1 + d in both slot conventions.
+        [B, A, D, H] after the final norm: the predicting slots in depth order. Depth d predicts the
+        token at position anchor + 1 + d in both slot conventions.
     """
     batch, anchors, slots, _ = block_embeds.shape
     cos, sin = (t[..., None, :] for t in rope_tables(cfg.rope, cfg.head_dim, positions))
-    triangle = jnp.tril(jnp.ones((slots, slots), bool)) if cfg.causal else jnp.ones((slots, slots), bool)
+    triangle = (
+        jnp.tril(jnp.ones((slots, slots), bool)) if cfg.causal else jnp.ones((slots, slots), bool)
+    )
     lengths = ctx_visible.ndim == 2
     streaming = lengths and anchors == 1
     if lengths and not streaming:
@@ -133,28 +171,51 @@ def draft_block(
 
 
 def _stream(
-    q: Array, ctx_k: Array, ctx_v: Array, lengths: Array, k: Array, v: Array, triangle: Array, cfg: DraftConfig,
+    q: Array,
+    ctx_k: Array,
+    ctx_v: Array,
+    lengths: Array,
+    k: Array,
+    v: Array,
+    triangle: Array,
+    cfg: DraftConfig,
     chunk: int,
-) -> Array:  # fmt: skip
+) -> Array:
     """One block a sequence over the live part of the cache -> [B, 1, bs, Q * h]."""
     batch, _, slots, heads, dim = q.shape
     group = heads // cfg.num_kv_heads
     grouped = q[:, 0].reshape(batch, slots, cfg.num_kv_heads, group, dim).transpose(0, 2, 3, 1, 4)
     mask = jnp.broadcast_to(triangle[None], (batch, slots, slots))
     out = online_attention(
-        grouped, ctx_k, ctx_v, lengths, k[:, 0].transpose(0, 2, 1, 3), v[:, 0].transpose(0, 2, 1, 3), mask,
-        scale=dim**-0.5, chunk=min(chunk, ctx_k.shape[2]),
-    )  # fmt: skip
+        grouped,
+        ctx_k,
+        ctx_v,
+        lengths,
+        k[:, 0].transpose(0, 2, 1, 3),
+        v[:, 0].transpose(0, 2, 1, 3),
+        mask,
+        scale=dim**-0.5,
+        chunk=min(chunk, ctx_k.shape[2]),
+    )
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, 1, slots, heads * dim)
 
 
 def _dense(
-    q: Array, ctx_k: Array, ctx_v: Array, visible: Array, k: Array, v: Array, triangle: Array, cfg: DraftConfig
+    q: Array,
+    ctx_k: Array,
+    ctx_v: Array,
+    visible: Array,
+    k: Array,
+    v: Array,
+    triangle: Array,
+    cfg: DraftConfig,
 ) -> Array:
     """Many blocks a sequence over all context rows -> [B, A, bs, Q * h]; softmax in float32."""
     batch, anchors, slots, heads, dim = q.shape
     group = heads // cfg.num_kv_heads
-    grouped = q.reshape(batch, anchors, slots, cfg.num_kv_heads, group, dim) * jnp.asarray(dim**-0.5, q.dtype)
+    grouped = q.reshape(batch, anchors, slots, cfg.num_kv_heads, group, dim) * jnp.asarray(
+        dim**-0.5, q.dtype
+    )
     rows = grouped.transpose(0, 3, 4, 1, 2, 5)  # [B, K, G, A, bs, h]
     packed = rows.reshape(batch, cfg.num_kv_heads, group * anchors * slots, dim)
     past = jnp.einsum("bkrh,bksh->bkrs", packed, ctx_k).astype(jnp.float32)
@@ -164,13 +225,18 @@ def _dense(
     past = jnp.where(seen, past, -jnp.inf)
     own = jnp.where(triangle.reshape(1, 1, 1, 1, slots, slots), own, -jnp.inf)
     # A slot always sees itself, so the maximum is finite also where a block sees no context.
-    top = jax.lax.stop_gradient(jnp.maximum(past.max(-1, keepdims=True), own.max(-1, keepdims=True)))
+    top = jax.lax.stop_gradient(
+        jnp.maximum(past.max(-1, keepdims=True), own.max(-1, keepdims=True))
+    )
     p_past, p_own = jnp.exp(past - top), jnp.exp(own - top)
     total = p_past.sum(-1, keepdims=True) + p_own.sum(-1, keepdims=True)
-    # Rows that no block may see can hold anything (unused cache slots): 0 * NaN must not come through the product.
+    # Rows that no block may see can hold anything (unused cache slots): 0 * NaN must not come
+    # through the product.
     used = visible.any(1)[:, None, :, None]
     weights = p_past.astype(q.dtype).reshape(batch, cfg.num_kv_heads, group * anchors * slots, -1)
-    mixed = jnp.einsum("bkrs,bksh->bkrh", weights, jnp.where(used, ctx_v, jnp.zeros((), ctx_v.dtype)))
+    mixed = jnp.einsum(
+        "bkrs,bksh->bkrh", weights, jnp.where(used, ctx_v, jnp.zeros((), ctx_v.dtype))
+    )
     mixed = mixed.reshape(rows.shape) + jnp.einsum("bkgaqt,batkh->bkgaqh", p_own.astype(q.dtype), v)
     out = (mixed.astype(jnp.float32) / total).astype(q.dtype)
     return out.transpose(0, 3, 4, 1, 2, 5).reshape(batch, anchors, slots, heads * dim)

@@ -1,4 +1,5 @@
-"""Block inputs and slot conventions: the one place that training and serving share (algorithm.md section 2)."""
+"""Block inputs and slot conventions: the one place that training and serving share (algorithm.md
+section 2)."""
 
 from __future__ import annotations
 
@@ -29,15 +30,17 @@ def block_inputs(cfg: DraftConfig, anchor_tokens: Array, anchor_positions: Array
     offsets = jnp.arange(cfg.block_size, dtype=jnp.int32)
     offsets = offsets.reshape((1,) * anchor_tokens.ndim + (-1,))
     tokens = jnp.where(offsets == 0, anchor_tokens[..., None], cfg.mask_token_id)
-    return BlockInputs(tokens.astype(jnp.int32), anchor_positions[..., None].astype(jnp.int32) + offsets)
+    return BlockInputs(
+        tokens.astype(jnp.int32), anchor_positions[..., None].astype(jnp.int32) + offsets
+    )
 
 
 def depth_slots(cfg: DraftConfig, x: Array) -> Array:
     """The slots that predict, in depth order: x [..., bs, H] -> [..., D, H].
 
     In-place convention: slot k predicts the token at its own position, slot 0 (the anchor) nothing.
-    `draft_shift`: slot k predicts the next position, so slot 0 predicts depth 0. Depth d is position
-    anchor + 1 + d either way.
+    `draft_shift`: slot k predicts the next position, so slot 0 predicts depth 0. Depth d is
+    position anchor + 1 + d either way.
     """
     return x if cfg.draft_shift else _drop_first(x)
 

@@ -1,6 +1,8 @@
-"""Markov path head: scores that depend on the parent token, from the same backbone pass (algorithm.md section 3).
+"""Markov path head: scores that depend on the parent token, from the same backbone pass
+(algorithm.md section 3).
 
-logits_d(. | parent a) = U_d(.) + w2 @ w1[a], a first-order correction as in DSpark (arXiv 2607.05147).
+logits_d(. | parent a) = U_d(.) + w2 @ w1[a], a first-order correction as in DSpark (arXiv
+2607.05147).
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ def path_correction(params: Params, cfg: DraftConfig, parents: Array) -> Array:
 
 
 def conditional_logits(params: Params, cfg: DraftConfig, logits: Array, parents: Array) -> Array:
-    """Training form: base logits [..., D, Vd] given the true parent of each depth [..., D] (teacher forcing)."""
+    """Training form: base logits [..., D, Vd] given the true parent of each depth [..., D] (teacher
+    forcing)."""
     if cfg.path_head == "none":
         return logits
     return logits + path_correction(params, cfg, parents)

@@ -1,4 +1,5 @@
-"""Projections of the draft head: the target's `numerics.linear` when serving, a differentiable form when training."""
+"""Projections of the draft head: the target's `numerics.linear` when serving, a differentiable form
+when training."""
 
 from __future__ import annotations
 
@@ -16,9 +17,12 @@ from jetspec_jax.typing import Array, PyTree
 
 
 def dot(x: Array, w: Array, dtype: Any) -> Array:
-    """x [..., in] times w [out, in] transposed, operands and result in `dtype` (accumulated in float32)."""
+    """x [..., in] times w [out, in] transposed, operands and result in `dtype` (accumulated in
+    float32)."""
     rows = x.astype(dtype).reshape(-1, x.shape[-1])
-    y = lax.dot_general(rows, w.astype(dtype), (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+    y = lax.dot_general(
+        rows, w.astype(dtype), (((1,), (1,)), ((), ())), preferred_element_type=dtype
+    )
     return y.reshape(*x.shape[:-1], w.shape[0])
 
 
@@ -26,7 +30,8 @@ def dot(x: Array, w: Array, dtype: Any) -> Array:
 def trainable_dot(x: Array, w: Array, dtype: Any) -> Array:
     """`dot` whose backward products run in `dtype` too (gradient of w summed in float32).
 
-    The transpose of a dot with float32 accumulation would multiply float32 by bfloat16, which no matmul unit does.
+    The transpose of a dot with float32 accumulation would multiply float32 by bfloat16, which no
+    matmul unit does.
     """
     return dot(x, w, dtype)
 
@@ -57,14 +62,16 @@ class ComputeWeight:
 
 
 def linear(x: Array, w: PyTree) -> Array:
-    """x [..., in] times w [out, in] transposed: training weights here, everything else through `numerics.linear`."""
+    """x [..., in] times w [out, in] transposed: training weights here, everything else through
+    `numerics.linear`."""
     if isinstance(w, ComputeWeight):
         return trainable_dot(x, w.w, w.dtype)
     return numerics.linear(x, w)
 
 
-# The backward passes below are written out because XLA's own (a slice becomes pad and add) is ten times slower on CPU:
-# 0.135 against 0.010 s for silu(gate) * up of 1,536 x 1,536, measured 2026-11-30.
+# The backward passes below are written out because XLA's own (a slice becomes pad and add) is ten
+# times slower on CPU: 0.135 against 0.010 s for silu(gate) * up of 1,536 x 1,536, measured
+# 2026-11-30.
 
 
 @jax.custom_vjp
@@ -96,13 +103,18 @@ gated.defvjp(lambda x: (gated(x), x), _gated_backward)
 
 @jax.custom_vjp
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """`apply_rope`; its transpose is the rotation by the negative angle. No gradient of cos and sin."""
+    """`apply_rope`; its transpose is the rotation by the negative angle. No gradient of cos and
+    sin."""
     return apply_rope(x, cos, sin)
 
 
 rotate.defvjp(
     lambda x, cos, sin: (apply_rope(x, cos, sin), (cos, sin)),
-    lambda kept, g: (apply_rope(g, kept[0], -kept[1]), jnp.zeros_like(kept[0]), jnp.zeros_like(kept[1])),
+    lambda kept, g: (
+        apply_rope(g, kept[0], -kept[1]),
+        jnp.zeros_like(kept[0]),
+        jnp.zeros_like(kept[1]),
+    ),
 )
 
 

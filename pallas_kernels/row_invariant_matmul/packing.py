@@ -73,7 +73,7 @@ def pack(
     n, k = w.shape
     if resolve(implementation) == "xla":
         return PackedWeight(jnp.asarray(w), n, k, form, "rows")
-    return PackedWeight(jnp.asarray(reference.pack_array(np.asarray(w))), n, k, form, "panels")
+    return PackedWeight(jax.device_put(reference.pack_array(np.asarray(w))), n, k, form, "panels")
 
 
 def pack_gguf(

@@ -11,9 +11,21 @@ from pallas_kernels.row_invariant_matmul import specs
 def pack_array(w: np.ndarray) -> np.ndarray:
     """[N, K] -> [ceil(N / 32), K, 32], zero padded: the order in which the kernel reads."""
     n, k = w.shape
-    padded = np.zeros((specs.panels(n), specs.PANEL, k), w.dtype)
-    padded.reshape(specs.panels(n) * specs.PANEL, k)[:n] = w
-    return np.ascontiguousarray(padded.transpose(0, 2, 1))
+    count, whole = specs.panels(n), n // specs.PANEL
+    packed = _aligned_empty((count, k, specs.PANEL), w.dtype)
+    packed[:whole] = w[: whole * specs.PANEL].reshape(whole, specs.PANEL, k).transpose(0, 2, 1)
+    if whole < count:
+        packed[whole] = 0
+        packed[whole, :, : n - whole * specs.PANEL] = w[whole * specs.PANEL :].T
+    return packed
+
+
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Uninitialised array at a 64-byte boundary: `jax.device_put` adopts such a buffer without a copy on CPU."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    buffer = np.empty(size + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    return buffer[start : start + size].view(dtype).reshape(shape)
 
 
 def unpack_array(data: jax.Array, n: int) -> jax.Array:
