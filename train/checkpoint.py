@@ -1,4 +1,5 @@
-"""Resumable checkpoints: one safetensors file and a JSON file in a folder that appears complete or not at all."""
+"""Resumable checkpoints: one safetensors file and a JSON file in a folder that appears complete or
+not at all."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def _leaves(state: TrainState) -> dict[str, Any]:
 
 
 def write_folder(folder: Path, files: dict[str, bytes]) -> None:
-    """Write all files to a hidden sibling, flush them, and rename it: a kill leaves the old state or the new one."""
+    """Write all files to a hidden sibling, flush them, and rename it: a kill leaves the old state
+    or the new one."""
     temporary = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -51,7 +53,10 @@ def save(out: Path, state: TrainState, meta: dict[str, Any], keep: int) -> Path:
     """
     arrays = {name: np.asarray(leaf) for name, leaf in _leaves(state).items()}
     folder = out / f"step-{int(state.step):07d}"
-    files = {"state.safetensors": safetensors.numpy.save(arrays), "meta.json": json.dumps(meta, indent=1).encode()}
+    files = {
+        "state.safetensors": safetensors.numpy.save(arrays),
+        "meta.json": json.dumps(meta, indent=1).encode(),
+    }
     write_folder(folder, files)
     for old in complete(out)[:-keep]:
         shutil.rmtree(old)
@@ -59,7 +64,8 @@ def save(out: Path, state: TrainState, meta: dict[str, Any], keep: int) -> Path:
 
 
 def complete(out: Path) -> list[Path]:
-    """Complete checkpoints under `out`, oldest first (a folder under its final name is complete)."""
+    """Complete checkpoints under `out`, oldest first (a folder under its final name is
+    complete)."""
     return sorted(p for p in out.glob("step-*") if _NAME.fullmatch(p.name)) if out.is_dir() else []
 
 
@@ -68,7 +74,10 @@ def read_meta(folder: Path) -> dict[str, Any]:
     try:
         return json.loads((folder / "meta.json").read_text())
     except (OSError, ValueError) as err:
-        raise ModelFileError(f"{folder / 'meta.json'}: cannot be read ({err}); delete this checkpoint to use the one before") from err
+        raise ModelFileError(
+            f"{folder / 'meta.json'}: cannot be read ({err}); delete this checkpoint to use "
+            "the one before"
+        ) from err
 
 
 def load(folder: Path, like: TrainState) -> TrainState:
@@ -80,12 +89,21 @@ def load(folder: Path, like: TrainState) -> TrainState:
     path = folder / "state.safetensors"
     try:
         arrays = safetensors.numpy.load_file(path)
-    except Exception as err:  # noqa: BLE001 - OS and safetensors errors alike
-        raise ModelFileError(f"{path}: cannot be read ({err}); delete this checkpoint to use the one before") from err
+    except Exception as err:
+        raise ModelFileError(
+            f"{path}: cannot be read ({err}); delete this checkpoint to use the one before"
+        ) from err
     wanted = _leaves(like)
-    wrong = [k for k in {**wanted, **arrays} if k not in arrays or k not in wanted or arrays[k].shape != wanted[k].shape]
+    wrong = [
+        k
+        for k in {**wanted, **arrays}
+        if k not in arrays or k not in wanted or arrays[k].shape != wanted[k].shape
+    ]
     if wrong:
-        raise ModelFileError(f"{path}: array {wrong[0]!r} does not fit this run; resume with the code and config that wrote it")
+        raise ModelFileError(
+            f"{path}: array {wrong[0]!r} does not fit this run; resume with the code and "
+            "config that wrote it"
+        )
     _, structure = jax.tree_util.tree_flatten(like)
     leaves = [jax.numpy.asarray(arrays[name], leaf.dtype) for name, leaf in wanted.items()]
     return jax.tree_util.tree_unflatten(structure, leaves)
@@ -102,6 +120,7 @@ def check_same(folder: Path, meta: dict[str, Any], config: dict[str, Any], diges
         changed.append("data (content)")
     if changed:
         raise ConfigError(
-            f"{folder}: was written with other values of {', '.join(changed)}; restore them, or start anew with another "
+            f"{folder}: was written with other values of {', '.join(changed)}; restore them, "
+            "or start anew with another "
             "run.out (run.warm_start takes the weights over)"
         )

@@ -1,4 +1,5 @@
-"""Training configuration: frozen dataclasses from a TOML file, with dotted overrides (`optim.lr=3e-4`)."""
+"""Training configuration: frozen dataclasses from a TOML file, with dotted overrides
+(`optim.lr=3e-4`)."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ class DraftSection:
     block_size: int = 8
     causal: bool = True
     draft_shift: bool = False
-    target_layer_ids: tuple[int, ...] = ()  # empty: those of the data, else the published choice for `taps`
+    target_layer_ids: tuple[
+        int, ...
+    ] = ()  # empty: those of the data, else the published choice for `taps`
     taps: int = 3
     heads: int = 0
     kv_heads: int = 0
@@ -44,8 +47,12 @@ class DraftSection:
     vocab: int = 12_288  # draft vocabulary; 0: the whole target vocabulary
     path_head: str = "markov"
     path_rank: int = 64
-    mask_token_id: int = -1  # -1: the first id that is a special token, but no pad, BOS or EOS (train/head_setup.py)
-    init_layers: tuple[int, ...] = ()  # target layers that the draft layers start from; empty: random
+    mask_token_id: int = (
+        -1
+    )  # -1: the first id that is a special token, but no pad, BOS or EOS (train/head_setup.py)
+    init_layers: tuple[
+        int, ...
+    ] = ()  # target layers that the draft layers start from; empty: random
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,26 +91,37 @@ class TrainConfig:
 
     data: DataConfig = DataConfig()
     draft: DraftSection = DraftSection()
-    loss: LossConfig = LossConfig()
+    loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     optim: OptimConfig = OptimConfig()
     run: RunConfig = RunConfig()
 
 
 def _unknown(key: str, known: Sequence[str]) -> ConfigError:
     near = difflib.get_close_matches(key, known, 1, 0.4)
-    return ConfigError(f"unknown training key {key!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"))
+    return ConfigError(
+        f"unknown training key {key!r}; "
+        + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}")
+    )
 
 
 def known_keys() -> dict[str, Any]:
     """Dotted key -> default value."""
-    return {f"{s}.{k}": v for s, section in dataclasses.asdict(TrainConfig()).items() for k, v in section.items()}
+    return {
+        f"{s}.{k}": v
+        for s, section in dataclasses.asdict(TrainConfig()).items()
+        for k, v in section.items()
+    }
 
 
 def _convert(key: str, value: Any, kind: Any) -> Any:
-    bad = ConfigError(f"{key}={value!r} does not fit; give a value of type {getattr(kind, '__name__', kind)}")
+    bad = ConfigError(
+        f"{key}={value!r} does not fit; give a value of type {getattr(kind, '__name__', kind)}"
+    )
     if kind == tuple[int, ...]:
         if not isinstance(value, (list, tuple)) or not all(type(v) is int for v in value):
-            raise ConfigError(f"{key}={value!r} does not fit; give a list of whole numbers such as [1, 14, 27]")
+            raise ConfigError(
+                f"{key}={value!r} does not fit; give a list of whole numbers such as [1, 14, 27]"
+            )
         return tuple(value)
     if kind is float and type(value) is int:
         return float(value)
@@ -135,21 +153,41 @@ def build(values: Mapping[str, Any]) -> TrainConfig:
 
 
 def _check(cfg: TrainConfig) -> None:
-    for key, low in (("data.sequences", 1), ("data.anchors", 1), ("data.max_tokens", 8), ("data.bucket", 1),
-                     ("draft.layers", 1), ("draft.block_size", 2), ("draft.taps", 1), ("optim.steps", 1),
-                     ("loss.chunk", 1), ("run.save_every", 1), ("run.eval_every", 1), ("run.keep", 1)):  # fmt: skip
+    for key, low in (
+        ("data.sequences", 1),
+        ("data.anchors", 1),
+        ("data.max_tokens", 8),
+        ("data.bucket", 1),
+        ("draft.layers", 1),
+        ("draft.block_size", 2),
+        ("draft.taps", 1),
+        ("optim.steps", 1),
+        ("loss.chunk", 1),
+        ("run.save_every", 1),
+        ("run.eval_every", 1),
+        ("run.keep", 1),
+    ):
         section, name = key.split(".")
         value = getattr(getattr(cfg, section), name)
         if value < low:
             raise ConfigError(f"{key}={value} is too small; give at least {low}")
     if not 0 <= cfg.data.held_out < 1:
-        raise ConfigError(f"data.held_out={cfg.data.held_out} is no share; give 0 up to (not including) 1")
+        raise ConfigError(
+            f"data.held_out={cfg.data.held_out} is no share; give 0 up to (not including) 1"
+        )
     if cfg.optim.lr <= 0 or cfg.loss.temperature <= 0:
-        raise ConfigError(f"optim.lr={cfg.optim.lr} and loss.temperature={cfg.loss.temperature} must be above 0")
+        raise ConfigError(
+            f"optim.lr={cfg.optim.lr} and loss.temperature={cfg.loss.temperature} must be above 0"
+        )
     if cfg.loss.ce < 0 or cfg.loss.kl < 0 or cfg.loss.ce + cfg.loss.kl <= 0:
-        raise ConfigError(f"loss.ce={cfg.loss.ce} and loss.kl={cfg.loss.kl} leave nothing to minimise; give one above 0")
+        raise ConfigError(
+            f"loss.ce={cfg.loss.ce} and loss.kl={cfg.loss.kl} leave nothing to minimise; give "
+            "one above 0"
+        )
     if cfg.optim.precision not in ("float32", "bfloat16"):
-        raise ConfigError(f"optim.precision={cfg.optim.precision!r} is not known; choose float32 or bfloat16")
+        raise ConfigError(
+            f"optim.precision={cfg.optim.precision!r} is not known; choose float32 or bfloat16"
+        )
 
 
 def _literal(text: str) -> Any:
@@ -170,7 +208,10 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
         try:
             parsed = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as err:
-            raise ConfigError(f"{path}: cannot be read ({err.strerror or err}); give a TOML file such as configs/train/*.toml") from err
+            raise ConfigError(
+                f"{path}: cannot be read ({err.strerror or err}); give a TOML file such as "
+                "configs/train/*.toml"
+            ) from err
         except tomllib.TOMLDecodeError as err:
             raise ConfigError(f"{path}: not valid TOML ({err}); correct the file") from err
         for section, inner in parsed.items():
@@ -180,7 +221,10 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
     for override in overrides:
         key, sep, text = override.partition("=")
         if not sep:
-            raise ConfigError(f"override {override!r} has no '='; write section.key=value, for example optim.lr=3e-4")
+            raise ConfigError(
+                f"override {override!r} has no '='; write section.key=value, for example "
+                "optim.lr=3e-4"
+            )
         values[key] = _literal(text)
     return build(values)
 
@@ -190,8 +234,11 @@ def to_json(cfg: TrainConfig) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(cfg)))
 
 
-def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], free: Sequence[str] = ("run",)) -> list[str]:
-    """Dotted keys outside the `free` sections that differ between two configurations (`to_json`)."""
+def changed_keys(
+    old: Mapping[str, Any], new: Mapping[str, Any], free: Sequence[str] = ("run",)
+) -> list[str]:
+    """Dotted keys outside the `free` sections that differ between two configurations
+    (`to_json`)."""
     sections = [s for s in {**old, **new} if s not in free]
     return [
         f"{s}.{k}"

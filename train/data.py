@@ -1,13 +1,18 @@
-"""Training data: shards of regenerated answers, split by content, and batches that depend on (seed, step) only.
+"""Training data: shards of regenerated answers, split by content, and batches that depend on (seed,
+step) only.
 
-A data folder holds shards (.npz or .safetensors). `train.regenerate` adds `manifest.jsonl`, whose lines with a `shard`
-are the complete shards, and `meta.json`, whose `taps` are the tapped layers. Arrays of a shard:
+A data folder holds shards (.npz or .safetensors). `train.regenerate` adds `manifest.jsonl`, whose
+lines with a `shard` are the complete shards, and `meta.json`, whose `taps` are the tapped layers.
+Arrays of a shard:
 
-    tokens     int32  [n, T]          right padded; tokens[:prompt_len] is the prompt, the answer follows
+    tokens     int32  [n, T]          right padded; tokens[:prompt_len] is the prompt, the answer
+    follows
     length     int32  [n]             prompt and answer
     prompt_len int32  [n]
-    taps       uint16 [n, T, k, H]    bits of bfloat16; row t: outputs of the tapped layers at token t   (optional)
-    final      uint16 [n, T, H]       bits of bfloat16; row t: hidden state after the final norm         (optional)
+    taps       uint16 [n, T, k, H]    bits of bfloat16; row t: outputs of the tapped layers at token
+    t   (optional)
+    final      uint16 [n, T, H]       bits of bfloat16; row t: hidden state after the final norm
+        (optional)
 
 The last token's features are never used (nothing follows it), and may be zero.
 Without taps and final the features are computed by `train.features` from the tokens.
@@ -66,12 +71,15 @@ def _read_shard(path: Path) -> dict[str, np.ndarray]:
             with open(path, "rb") as handle, np.load(handle, allow_pickle=False) as file:
                 return {name: file[name] for name in file.files}
         return safetensors.numpy.load_file(path)
-    except Exception as err:  # noqa: BLE001 - zip, safetensors and OS errors alike mean a damaged shard
-        raise ModelFileError(f"{path}: cannot be read ({str(err)[:100]}); delete the shard and regenerate it") from err
+    except Exception as err:
+        raise ModelFileError(
+            f"{path}: cannot be read ({str(err)[:100]}); delete the shard and regenerate it"
+        ) from err
 
 
 def shard_list(folder: Path) -> list[Path]:
-    """Complete shards of a data folder: those of the manifest, or all shard files where there is no manifest.
+    """Complete shards of a data folder: those of the manifest, or all shard files where there is no
+    manifest.
 
     Raises:
         ModelFileError: no such folder, no shards, or a damaged manifest.
@@ -82,7 +90,11 @@ def shard_list(folder: Path) -> list[Path]:
         raise ModelFileError(f"{folder}: no such data folder; {remedy}")
     if manifest.is_file():
         lines = manifest.read_text(encoding="utf-8").splitlines()
-        names = [entry["shard"] for i, line in enumerate(lines) if "shard" in (entry := _json(manifest, i, line))]
+        names = [
+            entry["shard"]
+            for i, line in enumerate(lines)
+            if "shard" in (entry := _json(manifest, i, line))
+        ]
     else:
         names = sorted(p.name for p in folder.iterdir() if p.suffix in (".npz", ".safetensors"))
     if not names:
@@ -94,7 +106,9 @@ def _json(path: Path, index: int, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as err:
-        raise ModelFileError(f"{path}:{index + 1}: not valid JSON ({err}); delete the line") from err
+        raise ModelFileError(
+            f"{path}:{index + 1}: not valid JSON ({err}); delete the line"
+        ) from err
     if not isinstance(value, dict):
         raise ModelFileError(f"{path}:{index + 1}: not a JSON object; delete the line")
     return value
@@ -115,10 +129,11 @@ def _is_held_out(tokens: np.ndarray, share: float) -> bool:
 
 
 def load_dataset(cfg: DataConfig) -> Dataset:
-    """Read all shards of `cfg.path`; sequences longer than `max_tokens` are cut, those without an answer rejected.
+    """Read all shards of `cfg.path`; sequences longer than `max_tokens` are cut, those without an
+    answer rejected.
 
-    The split depends on the prompt's tokens only, so that growing data never moves a sequence across it, and two
-    answers to one prompt stay on the same side.
+    The split depends on the prompt's tokens only, so that growing data never moves a sequence
+    across it, and two answers to one prompt stay on the same side.
 
     Raises:
         ModelFileError: damaged or incomplete shards, or no usable sequence.
@@ -133,7 +148,9 @@ def load_dataset(cfg: DataConfig) -> Dataset:
         arrays = _read_shard(path)
         missing = [k for k in ("tokens", "length", "prompt_len") if k not in arrays]
         if missing:
-            raise ModelFileError(f"{path}: array {missing[0]!r} is missing; delete the shard and regenerate it")
+            raise ModelFileError(
+                f"{path}: array {missing[0]!r} is missing; delete the shard and regenerate it"
+            )
         digest.update(arrays["tokens"].tobytes() + arrays["length"].tobytes())
         for row in range(len(arrays["tokens"])):
             stop = min(int(arrays["length"][row]), cfg.max_tokens)
@@ -148,16 +165,25 @@ def load_dataset(cfg: DataConfig) -> Dataset:
                 *(arrays[k][row, :stop].copy() if k in arrays else None for k in ("taps", "final")),
                 origin=f"{path.name} row {row}",
             )
-            (held if _is_held_out(sequence.tokens[:prompt], cfg.held_out) else train).append(sequence)
+            (held if _is_held_out(sequence.tokens[:prompt], cfg.held_out) else train).append(
+                sequence
+            )
     if not train:
-        raise ModelFileError(f"{folder}: no sequence with an answer among {rejected + len(held)}; regenerate the data")
+        raise ModelFileError(
+            f"{folder}: no sequence with an answer among {rejected + len(held)}; regenerate "
+            "the data"
+        )
     return Dataset(tuple(train), tuple(held), digest.hexdigest(), ids, rejected)
 
 
-def draft_vocabulary(sequences: Sequence[Sample], size: int, vocab: int, always: Sequence[int]) -> np.ndarray:
-    """Ids of the reduced draft vocabulary, ascending, [size] int32: `always`, then the most frequent answer ids.
+def draft_vocabulary(
+    sequences: Sequence[Sample], size: int, vocab: int, always: Sequence[int]
+) -> np.ndarray:
+    """Ids of the reduced draft vocabulary, ascending, [size] int32: `always`, then the most
+    frequent answer ids.
 
-    Ids that never occur fill up from the lowest. Ascending order keeps "lowest id wins ties" true in draft ids.
+    Ids that never occur fill up from the lowest. Ascending order keeps "lowest id wins ties" true
+    in draft ids.
     """
     counts = np.zeros(vocab, np.int64)
     for s in sequences:
@@ -176,11 +202,14 @@ def coverage(sequences: Sequence[Sample], id_map: np.ndarray, vocab: int) -> flo
     return float(np.concatenate(hits).mean()) if hits else 0.0
 
 
-def step_sequences(count: int, per_step: int, step: int, seed: int, lengths: np.ndarray) -> np.ndarray:
-    """Indices of the sequences of a step, [per_step]; every sequence once an epoch, a function of its arguments only.
+def step_sequences(
+    count: int, per_step: int, step: int, seed: int, lengths: np.ndarray
+) -> np.ndarray:
+    """Indices of the sequences of a step, [per_step]; every sequence once an epoch, a function of
+    its arguments only.
 
-    Within an epoch's random order, runs of 16 steps are sorted by length so that a batch holds similar lengths (less
-    padding), and the batches of a run are shuffled again.
+    Within an epoch's random order, runs of 16 steps are sorted by length so that a batch holds
+    similar lengths (less padding), and the batches of a run are shuffled again.
     """
     steps = max(count // per_step, 1)
     epoch, index = divmod(step, steps)
@@ -193,11 +222,14 @@ def step_sequences(count: int, per_step: int, step: int, seed: int, lengths: np.
     return order[index * per_step : (index + 1) * per_step]
 
 
-def draw_anchors(sequence: Sample, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """`count` distinct anchors of a sequence, ascending, and which of them are real ([count] int32, [count] bool).
+def draw_anchors(
+    sequence: Sample, count: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """`count` distinct anchors of a sequence, ascending, and which of them are real ([count] int32,
+    [count] bool).
 
-    An anchor is the position of the last committed token: from the prompt's last token (its block starts with the
-    first answer token) to the last position that has a token after it.
+    An anchor is the position of the last committed token: from the prompt's last token (its block
+    starts with the first answer token) to the last position that has a token after it.
     """
     first, stop = sequence.prompt_len - 1, sequence.length - 1
     chosen = np.sort(rng.permutation(np.arange(first, stop, dtype=np.int32))[:count])
@@ -210,8 +242,11 @@ def pad_length(longest: int, bucket: int) -> int:
     return -(-longest // bucket) * bucket
 
 
-def assemble(sequences: Sequence[Sample], anchors: list[tuple[np.ndarray, np.ndarray]], bucket: int) -> dict[str, np.ndarray]:
-    """Host arrays of a batch: the fields of `step.Batch`, without features where a sequence has none."""
+def assemble(
+    sequences: Sequence[Sample], anchors: list[tuple[np.ndarray, np.ndarray]], bucket: int
+) -> dict[str, np.ndarray]:
+    """Host arrays of a batch: the fields of `step.Batch`, without features where a sequence has
+    none."""
     rows = pad_length(max(s.length for s in sequences), bucket)
     out: dict[str, np.ndarray] = {
         "tokens": np.zeros((len(sequences), rows), np.int32),
@@ -234,21 +269,29 @@ def assemble(sequences: Sequence[Sample], anchors: list[tuple[np.ndarray, np.nda
 
 
 def _check_finite(bits: np.ndarray, what: str) -> None:
-    # All exponent bits set is inf or NaN; on the raw bits, because bfloat16 tests in NumPy are slow.
+    # All exponent bits set is inf or NaN; on the raw bits, because bfloat16 tests in NumPy are
+    # slow.
     if ((bits & 0x7F80) == 0x7F80).any():
         raise ModelFileError(f"{what}: holds inf or NaN; delete the shard and regenerate it")
 
 
 def train_batch(data: Dataset, cfg: DataConfig, step: int) -> dict[str, np.ndarray]:
-    """The batch of a step: the same for the same data, configuration and step, however the run got there."""
+    """The batch of a step: the same for the same data, configuration and step, however the run got
+    there."""
     lengths = np.asarray([s.length for s in data.train])
-    picked = [data.train[i] for i in step_sequences(len(data.train), cfg.sequences, step, cfg.seed, lengths)]
+    picked = [
+        data.train[i]
+        for i in step_sequences(len(data.train), cfg.sequences, step, cfg.seed, lengths)
+    ]
     rng = np.random.default_rng([cfg.seed, 2, step])
     return assemble(picked, [draw_anchors(s, cfg.anchors, rng) for s in picked], cfg.bucket)
 
 
-def held_out_batches(data: Dataset, cfg: DataConfig, sequences: int, anchors: int) -> Iterator[dict[str, np.ndarray]]:
-    """Fixed batches of the held-out part: evenly spaced whole blocks where the answer is long enough."""
+def held_out_batches(
+    data: Dataset, cfg: DataConfig, sequences: int, anchors: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Fixed batches of the held-out part: evenly spaced whole blocks where the answer is long
+    enough."""
     chosen = sorted(data.held_out[:sequences], key=lambda s: s.length)
     for start in range(0, len(chosen), cfg.sequences):
         group = chosen[start : start + cfg.sequences]

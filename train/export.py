@@ -1,6 +1,8 @@
-"""Write a head as a Hugging Face directory with provenance: `python -m train.export --run runs/x --out DIR`.
+"""Write a head as a Hugging Face directory with provenance: `python -m train.export --run runs/x
+--out DIR`.
 
-Weights are stored as bfloat16: half the size, and the rounding is far below what moves an acceptance.
+Weights are stored as bfloat16: half the size, and the rounding is far below what moves an
+acceptance.
 """
 
 from __future__ import annotations
@@ -30,28 +32,46 @@ _PACKAGES = ("jax", "jaxlib", "numpy", "optax", "flax")
 
 
 def git_sha() -> str:
-    """Commit of the working tree, with '-dirty' where files differ; 'unknown' outside a repository."""
+    """Commit of the working tree, with '-dirty' where files differ; 'unknown' outside a
+    repository."""
     try:
         root = Path(__file__).parent
-        run = [["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"]]
-        sha, dirty = (subprocess.run(c, cwd=root, capture_output=True, text=True, check=True).stdout.strip() for c in run)
+        run = [
+            ["git", "rev-parse", "HEAD"],
+            ["git", "status", "--porcelain", "--untracked-files=no"],
+        ]
+        sha, dirty = (
+            subprocess.run(c, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+            for c in run
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return sha + ("-dirty" if dirty else "")
 
 
 def export_head(
-    folder: Path, cfg: DraftConfig, params: Params, id_map: np.ndarray | None, *, target: ModelConfig | None,
-    provenance: dict[str, Any], dtype: Any = ml_dtypes.bfloat16,
-) -> Path:  # fmt: skip
+    folder: Path,
+    cfg: DraftConfig,
+    params: Params,
+    id_map: np.ndarray | None,
+    *,
+    target: ModelConfig | None,
+    provenance: dict[str, Any],
+    dtype: Any = ml_dtypes.bfloat16,
+) -> Path:
     """model.safetensors, config.json and provenance.json in one atomic folder. Returns it."""
     import safetensors.numpy
 
-    weights = safetensors.numpy.save(published_tensors(cfg, params, id_map, dtype), {"format": "pt"})
+    weights = safetensors.numpy.save(
+        published_tensors(cfg, params, id_map, dtype), {"format": "pt"}
+    )
     record = {
         **provenance,
         "git": git_sha(),
-        "versions": {"python": platform.python_version(), **{p: importlib.metadata.version(p) for p in _PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            **{p: importlib.metadata.version(p) for p in _PACKAGES},
+        },
         "dtype": np.dtype(dtype).name,
         "weights_sha256": hashlib.sha256(weights).hexdigest(),
     }
@@ -73,22 +93,38 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--run", required=True, help="run folder of train.train_draft")
     parser.add_argument("--out", required=True, help="directory to write")
     parser.add_argument("--which", choices=("best", "last"), default="best")
-    parser.add_argument("--max-bytes", type=int, default=MAX_BYTES, help="largest model.safetensors")
+    parser.add_argument(
+        "--max-bytes", type=int, default=MAX_BYTES, help="largest model.safetensors"
+    )
     args = parser.parse_args(argv)
     try:
         source = Path(args.run) / args.which
         if not (source / "model.safetensors").is_file():
-            raise ModelFileError(f"{source}: holds no exported head; train first, or give --which last")
-        files = {name: (source / name).read_bytes() for name in ("model.safetensors", "config.json", "provenance.json")}
+            raise ModelFileError(
+                f"{source}: holds no exported head; train first, or give --which last"
+            )
+        files = {
+            name: (source / name).read_bytes()
+            for name in ("model.safetensors", "config.json", "provenance.json")
+        }
         size = len(files["model.safetensors"])
         if size > args.max_bytes:
-            raise ModelFileError(f"{source}: {size} bytes of weights exceed {args.max_bytes}; train a smaller head or raise --max-bytes")
+            raise ModelFileError(
+                f"{source}: {size} bytes of weights exceed {args.max_bytes}; train a smaller "
+                "head or raise --max-bytes"
+            )
         recorded = json.loads(files["provenance.json"])["weights_sha256"]
         if recorded != hashlib.sha256(files["model.safetensors"]).hexdigest():
-            raise ModelFileError(f"{source}: weights are not those of provenance.json; export them again")
+            raise ModelFileError(
+                f"{source}: weights are not those of provenance.json; export them again"
+            )
         load_draft(source)
         write_folder(Path(args.out), files)
-        print(json.dumps({"head": args.out, "bytes": size, **json.loads(files["provenance.json"])["metrics"]}))
+        print(
+            json.dumps(
+                {"head": args.out, "bytes": size, **json.loads(files["provenance.json"])["metrics"]}
+            )
+        )
     except JetSpecError as err:
         print(f"error: {err}", file=sys.stderr)
         return err.exit_code

@@ -1,4 +1,5 @@
-"""From target and configuration to the start of training: head geometry, draft vocabulary, first weights."""
+"""From target and configuration to the start of training: head geometry, draft vocabulary, first
+weights."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from train.step import Frozen, TrainState
 _W1_SCALE = 0.1  # rms of the path head's parent features at the start
 
 
-def draft_config(cfg: TrainConfig, target: ModelConfig, data_ids: tuple[int, ...] | None) -> DraftConfig:
+def draft_config(
+    cfg: TrainConfig, target: ModelConfig, data_ids: tuple[int, ...] | None
+) -> DraftConfig:
     """Geometry of the head to train.
 
     Raises:
@@ -33,11 +36,20 @@ def draft_config(cfg: TrainConfig, target: ModelConfig, data_ids: tuple[int, ...
     section = cfg.draft
     ids = section.target_layer_ids or data_ids or default_layer_ids(section.taps, target.num_layers)
     if data_ids is not None and tuple(ids) != tuple(data_ids):
-        raise ConfigError(f"draft.target_layer_ids={list(ids)}, but the data holds layers {list(data_ids)}; leave it empty")
+        raise ConfigError(
+            f"draft.target_layer_ids={list(ids)}, but the data holds layers {list(data_ids)}; "
+            "leave it empty"
+        )
     if section.mask_token_id < 0:
-        raise ConfigError("draft.mask_token_id is not set; give a special id of the tokenizer that is neither pad nor EOS")
+        raise ConfigError(
+            "draft.mask_token_id is not set; give a special id of the tokenizer that is "
+            "neither pad nor EOS"
+        )
     if section.vocab > target.vocab_size:
-        raise ConfigError(f"draft.vocab={section.vocab} exceeds the target's {target.vocab_size}; give 0 for all of it")
+        raise ConfigError(
+            f"draft.vocab={section.vocab} exceeds the target's {target.vocab_size}; give 0 "
+            "for all of it"
+        )
     head = DraftConfig(
         hidden_size=target.hidden_size,
         num_layers=section.layers,
@@ -64,7 +76,8 @@ def draft_config(cfg: TrainConfig, target: ModelConfig, data_ids: tuple[int, ...
 
 
 def id_map_for(cfg: TrainConfig, target: ModelConfig, data: Dataset) -> np.ndarray | None:
-    """Target ids of the draft vocabulary (EOS and BOS always included), or None for the whole vocabulary."""
+    """Target ids of the draft vocabulary (EOS and BOS always included), or None for the whole
+    vocabulary."""
     if not cfg.draft.vocab:
         return None
     always = [*target.eos_ids, *([target.bos_id] if target.bos_id is not None else [])]
@@ -87,8 +100,8 @@ def frozen_of(target_params: Params, vocab: int, id_map: np.ndarray | None, dtyp
 def parent_features_from_embedding(embed: np.ndarray, rank: int) -> np.ndarray:
     """The `rank` leading principal directions of the embedding table, [V, rank] float32.
 
-    Tokens with similar embeddings start with similar corrections, so what frequent parents teach carries over to
-    parents that the (small) data hardly shows.
+    Tokens with similar embeddings start with similar corrections, so what frequent parents teach
+    carries over to parents that the (small) data hardly shows.
     """
     centred = embed.astype(np.float32) - embed.mean(0, dtype=np.float32)
     _, vectors = np.linalg.eigh((centred.T @ centred).astype(np.float64))
@@ -101,52 +114,96 @@ def parent_features_from_embedding(embed: np.ndarray, rank: int) -> np.ndarray:
     return np.ascontiguousarray(features, np.float32)
 
 
-def _copy_target_layers(flat: dict[str, Any], head: DraftConfig, target: ModelConfig, params: Params, layers: tuple[int, ...]) -> None:
+def _copy_target_layers(
+    flat: dict[str, Any],
+    head: DraftConfig,
+    target: ModelConfig,
+    params: Params,
+    layers: tuple[int, ...],
+) -> None:
     if len(layers) != head.num_layers or not all(0 <= i < target.num_layers for i in layers):
-        raise ConfigError(f"draft.init_layers={list(layers)} must name {head.num_layers} of {target.num_layers} target layers")
+        raise ConfigError(
+            f"draft.init_layers={list(layers)} must name {head.num_layers} of "
+            f"{target.num_layers} target layers"
+        )
     for draft, source in enumerate(layers):
         p, here = params["layers"][source], f"layers.{draft}"
         if "gate_up" not in p:
-            raise ConfigError(f"draft.init_layers: target layer {source} is a mixture of experts; leave it empty")
+            raise ConfigError(
+                f"draft.init_layers: target layer {source} is a mixture of experts; leave it empty"
+            )
         values = {
-            "input_norm": p["attn_norm"], "post_norm": p["mlp_norm"], "q": p["qkv"][: target.q_width],
-            "kv": p["qkv"][target.q_width :], "o": p["o"], "gate_up": p["gate_up"], "down": p["down"],
-        }  # fmt: skip
+            "input_norm": p["attn_norm"],
+            "post_norm": p["mlp_norm"],
+            "q": p["qkv"][: target.q_width],
+            "kv": p["qkv"][target.q_width :],
+            "o": p["o"],
+            "gate_up": p["gate_up"],
+            "down": p["down"],
+        }
         values |= {k: p[k] for k in ("q_norm", "k_norm") if k in p}
         for name, value in values.items():
             if flat[f"{here}.{name}"].shape != value.shape:
-                raise ConfigError(f"draft.init_layers needs heads and ffn_size of the target ({name} {value.shape}); set them to 0")
+                raise ConfigError(
+                    f"draft.init_layers needs heads and ffn_size of the target ({name} "
+                    f"{value.shape}); set them to 0"
+                )
             flat[f"{here}.{name}"] = jnp.asarray(value, jnp.float32)
 
 
-def first_params(cfg: TrainConfig, head: DraftConfig, target: ModelConfig, target_params: Params, id_map: np.ndarray | None) -> Params:
+def first_params(
+    cfg: TrainConfig,
+    head: DraftConfig,
+    target: ModelConfig,
+    target_params: Params,
+    id_map: np.ndarray | None,
+) -> Params:
     """Weights at step 0: random, or from target layers, or from another head (`run.warm_start`)."""
     if cfg.run.warm_start:
         loaded = load_draft(cfg.run.warm_start, target)
-        if loaded.config != head or not np.array_equal(loaded.id_map, id_map):
-            what = [f.name for f in dataclasses.fields(head) if getattr(head, f.name) != getattr(loaded.config, f.name)]
-            raise ConfigError(f"run.warm_start={cfg.run.warm_start!r} differs in {', '.join(what) or 'draft vocabulary'}; set the same values")
+        same_ids = (loaded.id_map is None) == (id_map is None) and (
+            loaded.id_map is None or id_map is None or np.array_equal(loaded.id_map, id_map)
+        )
+        if loaded.config != head or not same_ids:
+            what = [
+                f.name
+                for f in dataclasses.fields(head)
+                if getattr(head, f.name) != getattr(loaded.config, f.name)
+            ]
+            raise ConfigError(
+                f"run.warm_start={cfg.run.warm_start!r} differs in "
+                f"{', '.join(what) or 'draft vocabulary'}; set the same values"
+            )
         return loaded.params
     flat = flatten(init_params(declare(head), jax.random.key(cfg.data.seed)))
     if cfg.draft.init_layers:
         _copy_target_layers(flat, head, target, target_params, cfg.draft.init_layers)
     if head.path_head == "markov":
         every = jnp.arange(head.vocab_size, dtype=jnp.int32)
-        flat["path.w1"] = jnp.asarray(parent_features_from_embedding(np.asarray(take_rows(target_params["embed"], every)), head.path_rank))
+        flat["path.w1"] = jnp.asarray(
+            parent_features_from_embedding(
+                np.asarray(take_rows(target_params["embed"], every)), head.path_rank
+            )
+        )
     return nest(flat)
 
 
 def optimiser_of(cfg: OptimConfig) -> optax.GradientTransformation:
     """Clip, AdamW (no decay on norm weights), warm-up and cosine."""
     warmup = max(int(cfg.warmup * cfg.steps), 1)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, cfg.lr, warmup, max(cfg.steps, warmup + 1), cfg.final * cfg.lr)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, cfg.lr, warmup, max(cfg.steps, warmup + 1), cfg.final * cfg.lr
+    )
     return optax.chain(
         optax.clip_by_global_norm(cfg.clip),
         optax.adamw(
-            schedule, cfg.beta1, cfg.beta2, weight_decay=cfg.weight_decay,
+            schedule,
+            cfg.beta1,
+            cfg.beta2,
+            weight_decay=cfg.weight_decay,
             mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
         ),
-    )  # fmt: skip
+    )
 
 
 def first_state(params: Params, optimiser: optax.GradientTransformation, ema: float) -> TrainState:

@@ -1,8 +1,9 @@
 """Losses of parallel draft heads as pure functions of logits (algorithm.md section 7).
 
-Everything is per slot: logits [..., Vd] over the draft vocabulary in float32, labels [...] int32 in draft ids with -1
-where the target's token is outside the draft vocabulary or past the text. Masked slots are replaced before any
-reduction, so that no NaN of an unused slot can reach a sum or a gradient.
+Everything is per slot: logits [..., Vd] over the draft vocabulary in float32, labels [...] int32 in
+draft ids with -1 where the target's token is outside the draft vocabulary or past the text. Masked
+slots are replaced before any reduction, so that no NaN of an unused slot can reach a sum or a
+gradient.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ class LossConfig:
 
 @flax.struct.dataclass
 class LossParts:
-    """Sums over the supervised slots of some blocks, per depth. Add parts of chunks, then `finish`."""
+    """Sums over the supervised slots of some blocks, per depth. Add parts of chunks, then
+    `finish`."""
 
     loss: Array  # [D] float32, weighted loss summed over slots
     agree: Array  # [D] float32, slots whose best token is the target's
-    count: Array  # [D] float32, supervised slots (label inside the text, in the draft vocabulary or not)
+    # [D] float32, supervised slots (label inside the text, in the draft vocabulary or not)
+    count: Array
     chain: Array  # scalar, accepted tokens of the greedy chain, summed over whole blocks
     blocks: Array  # scalar, whole blocks (a label at every depth)
 
@@ -46,7 +49,8 @@ def depth_weights(depth: int, gamma: float) -> Array:
 
 
 def masked(x: Array, mask: Array) -> Array:
-    """x where mask, else 0; x [..., n], mask [...]. A select: NaN in masked rows vanishes, gradient included."""
+    """x where mask, else 0; x [..., n], mask [...]. A select: NaN in masked rows vanishes, gradient
+    included."""
     return jnp.where(mask[..., None], x, jnp.zeros((), x.dtype))
 
 
@@ -66,9 +70,10 @@ def cross_entropy(logits: Array, labels: Array, mask: Array) -> Array:
 def forward_kl(logits: Array, teacher: Array, mask: Array, temperature: float = 1.0) -> Array:
     """T^2 KL(teacher^(1/T) || student^(1/T)) per slot, [...] float32; 0 where masked.
 
-    Both are normalised over the draft vocabulary ("renormalised", not "other bucket"): the student has no output for
-    other tokens, so an 'other' logit would only measure the vocabulary's coverage. Slots whose target token lies
-    outside are left to the caller's mask. The teacher carries no gradient.
+    Both are normalised over the draft vocabulary ("renormalised", not "other bucket"): the student
+    has no output for other tokens, so an 'other' logit would only measure the vocabulary's
+    coverage. Slots whose target token lies outside are left to the caller's mask. The teacher
+    carries no gradient.
 
     Args:
         logits, teacher: [..., Vd] float32.
@@ -83,9 +88,16 @@ def forward_kl(logits: Array, teacher: Array, mask: Array, temperature: float = 
 
 
 def block_loss(
-    logits: Array, labels: Array, inside: Array, weights: Array, *, teacher: Array | None = None, ce: float = 1.0,
-    kl: float = 0.0, temperature: float = 1.0,
-) -> LossParts:  # fmt: skip
+    logits: Array,
+    labels: Array,
+    inside: Array,
+    weights: Array,
+    *,
+    teacher: Array | None = None,
+    ce: float = 1.0,
+    kl: float = 0.0,
+    temperature: float = 1.0,
+) -> LossParts:
     """Loss and metrics of blocks.
 
     Args:

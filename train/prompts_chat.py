@@ -79,11 +79,18 @@ _NAMES = (
     "Amara Bruno Chen Dalia Emeka Farah Goran Hana Ivo Jamila Kofi Lena Marco Nadia Omar Petra Quinn Rosa Samir Tara"
 ).split()
 _TOWNS = "Arden Brookfield Carlow Dunmore Eastvale Fernhill Glenrock Harwick Inverdale Kelso Larch Midwater".split()
-_STUFF = "laptop kettle bicycle jacket phone lamp blender tent camera suitcase printer chair".split()
+_STUFF = (
+    "laptop kettle bicycle jacket phone lamp blender tent camera suitcase printer chair".split()
+)
 
 
 def _writing(r: random.Random) -> str:
-    theme, good, task, place = r.choice(_THEMES), r.choice(_GOODS), r.choice(_TASKS), r.choice(_PLACES)
+    theme, good, task, place = (
+        r.choice(_THEMES),
+        r.choice(_GOODS),
+        r.choice(_TASKS),
+        r.choice(_PLACES),
+    )
     return r.choice((
         f"Write a short story about {theme}.", f"Write a poem about {theme}.", f"Write a haiku about {theme}.",
         f"Write the opening paragraph of a novel about {theme}.", f"Write a limerick about {theme}.",

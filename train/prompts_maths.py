@@ -13,9 +13,21 @@ _THINGS = (
     "apples marbles stickers books pencils cookies postcards shells coins balloons candles tomatoes buttons stamps "
     "muffins bracelets photos cards oranges eggs beads tickets flowers bottles keyrings plants magnets puzzles"
 ).split()
-_PLACES = ("market school farm library bakery museum station office garden workshop harbour stadium hotel").split()
-_JOBS = ("gardener baker tailor painter courier potter carpenter tutor plumber farmer jeweller cook").split()
-_ASKS = ("", "", "", " Show your working.", " Explain each step.", " Think step by step.", " Give the final number.")
+_PLACES = (
+    "market school farm library bakery museum station office garden workshop harbour stadium hotel"
+).split()
+_JOBS = (
+    "gardener baker tailor painter courier potter carpenter tutor plumber farmer jeweller cook"
+).split()
+_ASKS = (
+    "",
+    "",
+    "",
+    " Show your working.",
+    " Explain each step.",
+    " Think step by step.",
+    " Give the final number.",
+)
 
 
 def _n(rng: random.Random, low: int, high: int, step: int = 1) -> int:

@@ -16,7 +16,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_SKIPPED_DIRS = {"test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__", "turtledemo", "ensurepip"}
+_SKIPPED_DIRS = {
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "site-packages",
+    "__pycache__",
+    "turtledemo",
+    "ensurepip",
+}
 
 _COMPLETE = (
     "Complete the following Python function:\n\n```python\n{stub}\n```",
@@ -62,7 +71,7 @@ class Function(NamedTuple):
 
 
 def third_person(sentence: str) -> str | None:
-    """"Return the sum." -> "returns the sum"; None when the sentence does not start with an imperative."""
+    """ "Return the sum." -> "returns the sum"; None when the sentence does not start with an imperative."""
     match = _VERB.match(sentence)
     if match is None:
         return None
@@ -78,14 +87,21 @@ def third_person(sentence: str) -> str | None:
     else:
         word = verb.lower() + "s"
     rest = sentence[match.end() :].strip().rstrip(".")
-    return f"{word} {rest}" if rest and verb not in ("The", "This", "A", "An", "If", "For", "See") else None
+    return (
+        f"{word} {rest}"
+        if rest and verb not in ("The", "This", "A", "An", "If", "For", "See")
+        else None
+    )
 
 
 def _functions_of(path: Path, root: Path) -> Iterator[Function]:
     try:
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
-    except (SyntaxError, UnicodeDecodeError):  # a few library files are broken on purpose (tests of the parser)
+    except (
+        SyntaxError,
+        UnicodeDecodeError,
+    ):  # a few library files are broken on purpose (tests of the parser)
         return
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
@@ -93,7 +109,9 @@ def _functions_of(path: Path, root: Path) -> Iterator[Function]:
         doc = ast.get_docstring(node)
         if not doc or not 25 <= len(doc) <= 900:
             continue
-        names = [a.arg for a in node.args.posonlyargs + node.args.args if a.arg not in ("self", "cls")]
+        names = [
+            a.arg for a in node.args.posonlyargs + node.args.args if a.arg not in ("self", "cls")
+        ]
         args = ast.unparse(node.args)
         args = re.sub(r"^(self|cls)(, )?(/(, )?)?", "", args)
         returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
@@ -132,8 +150,14 @@ def library_prompt(rng: random.Random) -> str | None:
     kind = rng.random()
     if kind < 0.5:
         doc = function.doc
-        quoted = f'    """{doc}\n    """' if "\n" not in doc else textwrap.indent(f'"""{doc}\n"""', "    ")
-        return rng.choice(_COMPLETE).format(stub=f"{function.signature}\n{quoted}", name=function.name)
+        quoted = (
+            f'    """{doc}\n    """'
+            if "\n" not in doc
+            else textwrap.indent(f'"""{doc}\n"""', "    ")
+        )
+        return rng.choice(_COMPLETE).format(
+            stub=f"{function.signature}\n{quoted}", name=function.name
+        )
     if kind < 0.85:
         first = re.split(r"(?<=[.!?])\s|\n\s*\n", function.doc.strip(), maxsplit=1)[0]
         does = third_person(" ".join(first.split()))
@@ -276,7 +300,12 @@ def _text_task(rng: random.Random) -> tuple[str, str, str, list[tuple[str, Any]]
     name, doc, kind, run = rng.choice(_TEXT)
     samples = [" ".join(rng.sample(_WORDS, rng.randint(2, 5))) for _ in range(2)]
     argument = rng.choice(("text", "sentence", "s", "words"))
-    return f"def {name}({argument}: str) -> {kind}:", name, doc, [(repr(s), run(s)) for s in samples]
+    return (
+        f"def {name}({argument}: str) -> {kind}:",
+        name,
+        doc,
+        [(repr(s), run(s)) for s in samples],
+    )
 
 
 def procedural_prompt(rng: random.Random) -> str:
@@ -292,10 +321,14 @@ def procedural_prompt(rng: random.Random) -> str:
         does = does.removeprefix("given a list of integers, return ")
         ask = rng.choice(("Write a Python function for this task: {}.", "Please write Python code for this: {}.",
                           "How can I compute the following in Python? {}.", "Python: {}."))  # fmt: skip
-        text = ask.format(("from a list of integers, compute " if "numbers:" in signature else "") + does)
+        text = ask.format(
+            ("from a list of integers, compute " if "numbers:" in signature else "") + does
+        )
         arg, value = shown[0]
         return f"{text} For example, {arg} gives {value!r}." if rng.random() < 0.5 else text
-    examples = "\n".join(f"    >>> {name}({arg})\n    {value!r}" for arg, value in shown[: rng.randint(1, 2)])
+    examples = "\n".join(
+        f"    >>> {name}({arg})\n    {value!r}" for arg, value in shown[: rng.randint(1, 2)]
+    )
     needs = sorted(set(re.findall(r"List|Dict|Optional", signature)))
     header = f"from typing import {', '.join(needs)}\n\n\n" if needs and rng.random() < 0.6 else ""
     stub = f'{header}{signature}\n    """{doc}\n{examples}\n    """'

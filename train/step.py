@@ -1,7 +1,8 @@
 """One training step: block forward of the draft head, LM-head loss in chunks, gradients, optimiser.
 
-The forward is the serving forward (`jetspec_jax.drafter`), with weights wrapped so that every projection runs in the
-compute dtype, forward and backward (bfloat16 uses AMX or tensor cores; the master weights stay float32).
+The forward is the serving forward (`jetspec_jax.drafter`), with weights wrapped so that every
+projection runs in the compute dtype, forward and backward (bfloat16 uses AMX or tensor cores; the
+master weights stay float32).
 """
 
 from __future__ import annotations
@@ -57,10 +58,14 @@ class TrainState:
 def compute_params(cfg: DraftConfig, params: Params, dtype: Any) -> Params:
     """Parameters with every projection wrapped for products in `dtype`."""
     flat, decl = flatten(params), declare(cfg)
-    return nest({name: ComputeWeight(w, dtype) if decl[name].linear else w for name, w in flat.items()})
+    return nest(
+        {name: ComputeWeight(w, dtype) if decl[name].linear else w for name, w in flat.items()}
+    )
 
 
-def block_hidden(params: Params, cfg: DraftConfig, frozen: Frozen, batch: Batch, dtype: Any) -> Array:
+def block_hidden(
+    params: Params, cfg: DraftConfig, frozen: Frozen, batch: Batch, dtype: Any
+) -> Array:
     """Hidden states of all blocks, [B, A, D, H], by the functions that serve."""
     wrapped = compute_params(cfg, params, dtype)
     ctx = fuse(wrapped, cfg, batch.taps.astype(dtype))
@@ -69,19 +74,28 @@ def block_hidden(params: Params, cfg: DraftConfig, frozen: Frozen, batch: Batch,
     anchor = jnp.take_along_axis(batch.tokens, batch.anchors, 1)
     block = block_inputs(cfg, anchor, batch.anchors)
     embeds = frozen.embed[block.tokens].astype(dtype)
-    # `anchors` itself is the number of context rows strictly before the anchor; made 3-D so that one anchor per
-    # sequence takes the training form as well (the streaming form has no gradient).
+    # `anchors` itself is the number of context rows strictly before the anchor; made 3-D so that
+    # one anchor per sequence takes the training form as well (the streaming form has no gradient).
     visible = rows[None, None] < batch.anchors[..., None]
     return draft_block(
-        wrapped, cfg, embeds, block.positions, tuple(k for k, _ in kv), tuple(v for _, v in kv), visible
+        wrapped,
+        cfg,
+        embeds,
+        block.positions,
+        tuple(k for k, _ in kv),
+        tuple(v for _, v in kv),
+        visible,
     )
 
 
-def slot_targets(cfg: DraftConfig, frozen: Frozen, batch: Batch) -> tuple[Array, Array, Array, Array]:
-    """What supervises each slot, all [B, A, D]: label (draft id), inside (bool), parent (target id), teacher row.
+def slot_targets(
+    cfg: DraftConfig, frozen: Frozen, batch: Batch
+) -> tuple[Array, Array, Array, Array]:
+    """What supervises each slot, all [B, A, D]: label (draft id), inside (bool), parent (target
+    id), teacher row.
 
-    Depth d of anchor a: the label is token a+1+d, its parent token a+d, and the target's hidden state at a+d holds its
-    distribution.
+    Depth d of anchor a: the label is token a+1+d, its parent token a+d, and the target's hidden
+    state at a+d holds its distribution.
     """
     offsets = batch.anchors[..., None] + jnp.arange(cfg.depth, dtype=jnp.int32)[None, None]
     last = batch.tokens.shape[1] - 1
@@ -96,10 +110,15 @@ def slot_targets(cfg: DraftConfig, frozen: Frozen, batch: Batch) -> tuple[Array,
 
 
 def _chunk_parts(
-    cfg: DraftConfig, loss: LossConfig, dtype: Any, head: Array, trained: tuple[Array, Array | None, Array | None],
+    cfg: DraftConfig,
+    loss: LossConfig,
+    dtype: Any,
+    head: Array,
+    trained: tuple[Array, Array | None, Array | None],
     fixed: tuple[Array, Array, Array],
-) -> tuple[Array, LossParts]:  # fmt: skip
-    """Summed loss of some blocks. trained: hidden [C, D, H], w1 rows [C, D, r], w2; fixed: final, label, inside."""
+) -> tuple[Array, LossParts]:
+    """Summed loss of some blocks. trained: hidden [C, D, H], w1 rows [C, D, r], w2; fixed: final,
+    label, inside."""
     hidden, features, w2 = trained
     final, label, inside = fixed
     logits = trainable_dot(hidden, head, dtype).astype(jnp.float32)
@@ -108,33 +127,53 @@ def _chunk_parts(
     teacher = dot(final, head, dtype).astype(jnp.float32) if loss.kl > 0 else None
     weights = depth_weights(cfg.depth, loss.gamma)
     parts = block_loss(
-        logits, label, inside, weights, teacher=teacher, ce=loss.ce, kl=loss.kl, temperature=loss.temperature
+        logits,
+        label,
+        inside,
+        weights,
+        teacher=teacher,
+        ce=loss.ce,
+        kl=loss.kl,
+        temperature=loss.temperature,
     )
     return parts.loss.sum(), parts
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def chunked_loss(
-    cfg: DraftConfig, loss: LossConfig, dtype: Any, hidden: Array, features: Array | None, w2: Array | None,
-    head: Array, fixed: tuple[Array, Array, Array],
-) -> LossParts:  # fmt: skip
+    cfg: DraftConfig,
+    loss: LossConfig,
+    dtype: Any,
+    hidden: Array,
+    features: Array | None,
+    w2: Array | None,
+    head: Array,
+    fixed: tuple[Array, Array, Array],
+) -> LossParts:
     """Loss parts of N blocks, `loss.chunk` at a time.
 
-    The gradient of each chunk is taken while its logits are there (the head is frozen, so only [N, D, H] of gradient
-    has to be kept): no recomputation, and never more than one chunk of logits in memory.
+    The gradient of each chunk is taken while its logits are there (the head is frozen, so only [N,
+    D, H] of gradient has to be kept): no recomputation, and never more than one chunk of logits in
+    memory.
 
     Args:
-        hidden: [N, D, H]; features: [N, D, r] rows of w1 at the parents, or None; w2: [Vd, r] or None.
+        hidden: [N, D, H]; features: [N, D, r] rows of w1 at the parents, or None; w2: [Vd, r] or
+            None.
         head: [Vd, H] in the compute dtype.
         fixed: final [N, D, H], label [N, D], inside [N, D].
     """
-    return _scan_chunks(cfg, loss, dtype, hidden, features, w2, head, fixed)[0]
+    return _chunked_loss(cfg, loss, dtype, hidden, features, w2, head, fixed)
 
 
 def _scan_chunks(
-    cfg: DraftConfig, loss: LossConfig, dtype: Any, hidden: Array, features: Array | None, w2: Array | None,
-    head: Array, fixed: tuple[Array, Array, Array],
-) -> tuple[LossParts, tuple[Array, Array | None, Array | None]]:  # fmt: skip
+    cfg: DraftConfig,
+    loss: LossConfig,
+    dtype: Any,
+    hidden: Array,
+    features: Array | None,
+    w2: Array | None,
+    head: Array,
+    fixed: tuple[Array, Array, Array],
+) -> tuple[LossParts, tuple[Array, Array | None, Array | None]]:
     blocks = hidden.shape[0]
     chunk = min(loss.chunk, blocks)
     pad = -blocks % chunk
@@ -162,16 +201,25 @@ def _scan_chunks(
 
 
 def _chunked_fwd(
-    cfg: DraftConfig, loss: LossConfig, dtype: Any, hidden: Array, features: Array | None, w2: Array | None,
-    head: Array, fixed: tuple[Array, Array, Array],
-) -> tuple[LossParts, Any]:  # fmt: skip
+    cfg: DraftConfig,
+    loss: LossConfig,
+    dtype: Any,
+    hidden: Array,
+    features: Array | None,
+    w2: Array | None,
+    head: Array,
+    fixed: tuple[Array, Array, Array],
+) -> tuple[LossParts, Any]:
     parts, grads = _scan_chunks(cfg, loss, dtype, hidden, features, w2, head, fixed)
     return parts, (grads, head, fixed)
 
 
-def _chunked_bwd(cfg: DraftConfig, loss: LossConfig, dtype: Any, kept: Any, g: LossParts) -> tuple[Any, ...]:
+def _chunked_bwd(
+    cfg: DraftConfig, loss: LossConfig, dtype: Any, kept: Any, g: LossParts
+) -> tuple[Any, ...]:
     (dh, df, dw2), head, fixed = kept
-    # Only the total loss has a gradient; it is the same cotangent for every depth (`objective` sums them).
+    # Only the total loss has a gradient; it is the same cotangent for every depth (`objective` sums
+    # them).
     scale = g.loss[0]
 
     def scaled(x: Array | None) -> Array | None:
@@ -185,7 +233,12 @@ def _chunked_bwd(cfg: DraftConfig, loss: LossConfig, dtype: Any, kept: Any, g: L
     return scaled(dh), scaled(df), scaled(dw2), no_gradient(head), jax.tree.map(no_gradient, fixed)
 
 
-chunked_loss.defvjp(_chunked_fwd, _chunked_bwd)
+def _chunked_plain(cfg: DraftConfig, loss: LossConfig, dtype: Any, *arrays: Any) -> LossParts:
+    return _scan_chunks(cfg, loss, dtype, *arrays)[0]
+
+
+_chunked_loss: Any = jax.custom_vjp(_chunked_plain, nondiff_argnums=(0, 1, 2))
+_chunked_loss.defvjp(_chunked_fwd, _chunked_bwd)
 
 
 def objective(
@@ -212,16 +265,24 @@ def objective(
 
 
 def train_step(
-    state: TrainState, batch: Batch, frozen: Frozen, *, cfg: DraftConfig, loss: LossConfig,
-    optimiser: optax.GradientTransformation, ema_decay: float, dtype: Any,
-) -> tuple[TrainState, dict[str, Array]]:  # fmt: skip
+    state: TrainState,
+    batch: Batch,
+    frozen: Frozen,
+    *,
+    cfg: DraftConfig,
+    loss: LossConfig,
+    optimiser: optax.GradientTransformation,
+    ema_decay: float,
+    dtype: Any,
+) -> tuple[TrainState, dict[str, Array]]:
     """One update; returns the new state and the step's metrics (`losses.finish` plus grad_norm)."""
     grad = jax.grad(functools.partial(objective, cfg=cfg, loss=loss, dtype=dtype), has_aux=True)
     grads, parts = grad(state.params, frozen=frozen, batch=batch)
-    # Optax mixes integer counters with floats and scalars with arrays; our own code is tested under strict rules.
+    # Optax mixes integer counters with floats and scalars with arrays; our own code is tested under
+    # strict rules.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         updates, opt = optimiser.update(grads, state.opt, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params: Any = optax.apply_updates(state.params, updates)
         norm = optax.tree.norm(grads)
     ema = state.ema
     if ema is not None:

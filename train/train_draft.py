@@ -1,4 +1,5 @@
-"""Train a draft head: `python -m train.train_draft --config configs/train/smollm2_135m.toml [section.key=value ...]`."""
+"""Train a draft head: `python -m train.train_draft --config configs/train/smollm2_135m.toml
+[section.key=value ...]`."""
 
 from __future__ import annotations
 
@@ -27,7 +28,14 @@ from train.data import coverage, held_out_batches, load_dataset, train_batch
 from train.evaluate import evaluate, make_evaluator
 from train.export import export_head
 from train.features import feature_function
-from train.head_setup import draft_config, first_params, first_state, frozen_of, id_map_for, optimiser_of
+from train.head_setup import (
+    draft_config,
+    first_params,
+    first_state,
+    frozen_of,
+    id_map_for,
+    optimiser_of,
+)
 from train.step import Batch, train_step
 
 
@@ -51,7 +59,8 @@ class StopFlag:
 
 
 class Trainer:
-    """One run: builds everything from the configuration, resumes if the run folder holds a checkpoint.
+    """One run: builds everything from the configuration, resumes if the run folder holds a
+    checkpoint.
 
     Args:
         cfg: training configuration.
@@ -59,14 +68,17 @@ class Trainer:
         say: progress messages (stderr by default).
     """
 
-    def __init__(self, cfg: TrainConfig, command: str = "", say: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, cfg: TrainConfig, command: str = "", say: Callable[[str], None] | None = None
+    ) -> None:
         self.cfg, self.command = cfg, command
         self.say = say or (lambda text: print(text, file=sys.stderr, flush=True))
         self.out = Path(cfg.run.out)
         self.dtype = jnp.dtype(cfg.optim.precision)
         self.data = load_dataset(cfg.data)
         self.say(
-            f"data {cfg.data.path}: {len(self.data.train)} sequences, {self.data.answer_tokens} answer tokens, "
+            f"data {cfg.data.path}: {len(self.data.train)} sequences, "
+            f"{self.data.answer_tokens} answer tokens, "
             f"{len(self.data.held_out)} held out, {self.data.rejected} rejected"
         )
         source = open_source(cfg.data.target or bundled_model_path())
@@ -78,13 +90,26 @@ class Trainer:
         self.frozen = frozen_of(target_params, self.target.vocab_size, self.id_map, self.dtype)
         params = first_params(cfg, self.head, self.target, target_params, self.id_map)
         needs = any(s.taps is None or s.final is None for s in self.data.train + self.data.held_out)
-        self.features = feature_function(target_params, self.target, self.head.target_layer_ids) if needs else None
-        self.covered = 1.0 if self.id_map is None else coverage(self.data.train, self.id_map, self.target.vocab_size)
+        self.features = (
+            feature_function(target_params, self.target, self.head.target_layer_ids)
+            if needs
+            else None
+        )
+        self.covered = (
+            1.0
+            if self.id_map is None
+            else coverage(self.data.train, self.id_map, self.target.vocab_size)
+        )
         self.optimiser = optimiser_of(cfg.optim)
         self.state = first_state(params, self.optimiser, cfg.optim.ema)
         self.step_fn = jax.jit(
             functools.partial(
-                train_step, cfg=self.head, loss=cfg.loss, optimiser=self.optimiser, ema_decay=cfg.optim.ema, dtype=self.dtype
+                train_step,
+                cfg=self.head,
+                loss=cfg.loss,
+                optimiser=self.optimiser,
+                ema_decay=cfg.optim.ema,
+                dtype=self.dtype,
             ),
             donate_argnums=0,
         )
@@ -97,12 +122,11 @@ class Trainer:
 
     def to_batch(self, arrays: dict[str, np.ndarray]) -> Batch:
         """Device batch of host arrays; features are computed where the shards hold none."""
-        arrays = dict(arrays)
-        if "taps" not in arrays or "final" not in arrays:
-            assert self.features is not None
+        device: dict[str, Any] = dict(arrays)
+        if self.features is not None and not {"taps", "final"} <= device.keys():
             taps, final = self.features(arrays["tokens"])
-            arrays |= {"taps": taps, "final": final}
-        return Batch(**{name: jnp.asarray(value) for name, value in arrays.items()})
+            device |= {"taps": taps, "final": final}
+        return Batch(**{name: jnp.asarray(value) for name, value in device.items()})
 
     # ---- checkpoints ----
 
@@ -117,13 +141,22 @@ class Trainer:
         self.best, self.seconds = meta["best"], meta["seconds"]
         log = self.out / "log.jsonl"
         if log.is_file():  # lines past the checkpoint are written again
-            lines = [ln for ln in log.read_text().splitlines() if ln and json.loads(ln)["step"] <= int(self.state.step)]
+            lines = [
+                ln
+                for ln in log.read_text().splitlines()
+                if ln and json.loads(ln)["step"] <= int(self.state.step)
+            ]
             log.write_text("".join(f"{ln}\n" for ln in lines))
         self.say(f"resumed {found[-1]}")
 
     def save(self, seconds: float) -> None:
         """Write a checkpoint of the current state."""
-        meta = {"config": to_json(self.cfg), "digest": self.data.digest, "best": self.best, "seconds": seconds}
+        meta = {
+            "config": to_json(self.cfg),
+            "digest": self.data.digest,
+            "best": self.best,
+            "seconds": seconds,
+        }
         checkpoint.save(self.out, self.state, meta, self.cfg.run.keep)
 
     def shipped_params(self) -> Params:
@@ -136,8 +169,12 @@ class Trainer:
         """Held-out metrics of the current weights; exports them when they are the best so far."""
         run = self.cfg.run
         batches = held_out_batches(self.data, self.cfg.data, run.eval_sequences, run.eval_anchors)
-        result = evaluate(
-            self.evaluator, self.shipped_params(), map(self.to_batch, batches), self.frozen, self.id_map
+        result: dict[str, Any] = evaluate(
+            self.evaluator,
+            self.shipped_params(),
+            map(self.to_batch, batches),
+            self.frozen,
+            self.id_map,
         ) | {"step": int(self.state.step)}
         if not result["blocks"]:
             return result
@@ -145,9 +182,13 @@ class Trainer:
         if score > self.best.get("tree_tau", {}).get("16", 0.0):
             self.best = result
             export_head(
-                self.out / "best", self.head, self.shipped_params(), self.id_map, target=self.target,
+                self.out / "best",
+                self.head,
+                self.shipped_params(),
+                self.id_map,
+                target=self.target,
                 provenance=self.provenance(result),
-            )  # fmt: skip
+            )
         return result
 
     def provenance(self, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -181,15 +222,23 @@ class Trainer:
             "logits_chunk_mb": round(logits / 1e6, 1),
             "sequences": len(self.data.train),
             "answer_tokens": self.data.answer_tokens,
-            "epochs": round(self.cfg.optim.steps * self.cfg.data.sequences / len(self.data.train), 2),
+            "epochs": round(
+                self.cfg.optim.steps * self.cfg.data.sequences / len(self.data.train), 2
+            ),
             "anchors_per_position": round(
-                self.cfg.optim.steps * self.cfg.data.sequences * self.cfg.data.anchors / self.data.answer_tokens, 2
+                self.cfg.optim.steps
+                * self.cfg.data.sequences
+                * self.cfg.data.anchors
+                / self.data.answer_tokens,
+                2,
             ),
             "vocabulary_coverage": round(self.covered, 5),
             "config": to_json(self.cfg),
         }
 
-    def _record(self, step: int, metrics: dict[str, Any], seconds: float, extra: dict[str, Any]) -> dict[str, Any]:
+    def _record(
+        self, step: int, metrics: dict[str, Any], seconds: float, extra: dict[str, Any]
+    ) -> dict[str, Any]:
         slots = float(metrics["slots"])
         line = {
             "step": step,
@@ -203,27 +252,42 @@ class Trainer:
             **extra,
         }
         if not np.isfinite(line["loss"]) or not np.isfinite(line["grad_norm"]):
-            raise InputError(f"step {step}: loss {line['loss']} or its gradient is not finite; lower optim.lr (last checkpoint kept)")
+            raise InputError(
+                f"step {step}: loss {line['loss']} or its gradient is not finite; lower "
+                "optim.lr (last checkpoint kept)"
+            )
         self.log.append(line)
         return line
 
     def run(self) -> dict[str, Any]:
-        """Train to `optim.steps`, the time limit or a signal; returns the summary (last line of stdout)."""
+        """Train to `optim.steps`, the time limit or a signal; returns the summary (last line of
+        stdout)."""
         cfg = self.cfg
         self.out.mkdir(parents=True, exist_ok=True)
         self.resume()
         begun, before = time.monotonic(), self.seconds
         total, step, reason = cfg.optim.steps, int(self.state.step), "steps"
-        with StopFlag() as stop, open(self.out / "log.jsonl", "a") as log, tqdm(
-            total=total, initial=step, file=sys.stderr, desc="train", mininterval=2, disable=None
-        ) as bar:
+        with (
+            StopFlag() as stop,
+            open(self.out / "log.jsonl", "a") as log,
+            tqdm(
+                total=total,
+                initial=step,
+                file=sys.stderr,
+                desc="train",
+                mininterval=2,
+                disable=None,
+            ) as bar,
+        ):
             batch = self.to_batch(train_batch(self.data, cfg.data, step)) if step < total else None
             while step < total and batch is not None:
                 started = time.monotonic()
                 self.state, metrics = self.step_fn(self.state, batch, self.frozen)
                 step += 1
                 # The next batch is put together while this step computes.
-                batch = self.to_batch(train_batch(self.data, cfg.data, step)) if step < total else None
+                batch = (
+                    self.to_batch(train_batch(self.data, cfg.data, step)) if step < total else None
+                )
                 metrics = jax.device_get(metrics)
                 now = time.monotonic()
                 self.seconds = before + now - begun
@@ -233,7 +297,9 @@ class Trainer:
                 log.write(json.dumps(line) + "\n")
                 log.flush()
                 bar.update()
-                bar.set_postfix(loss=f"{line['loss']:.3f}", tau=line["chain_tau"], slots_s=line["slots_per_s"])
+                bar.set_postfix(
+                    loss=f"{line['loss']:.3f}", tau=line["chain_tau"], slots_s=line["slots_per_s"]
+                )
                 if due:
                     self.say(f"step {step}: held out {json.dumps(extra['held_out'])}")
                 if stop.reason:
@@ -248,9 +314,13 @@ class Trainer:
             final = self.evaluate()
             self.say(f"step {step}: held out {json.dumps(final)}")
         export_head(
-            self.out / "last", self.head, self.shipped_params(), self.id_map, target=self.target,
+            self.out / "last",
+            self.head,
+            self.shipped_params(),
+            self.id_map,
+            target=self.target,
             provenance=self.provenance(self.best),
-        )  # fmt: skip
+        )
         return {
             "stopped": reason,
             "step": step,
@@ -267,7 +337,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", help="TOML file; see configs/train/")
     parser.add_argument("--plan", action="store_true", help="print what would be done, then exit")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for example optim.lr=3e-4")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="for example optim.lr=3e-4"
+    )
     args = parser.parse_args(argv)
     command = " ".join(["python -m train.train_draft", *(sys.argv[1:] if argv is None else argv)])
     try:

@@ -3,7 +3,6 @@ when training."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import flax.struct
@@ -26,14 +25,20 @@ def dot(x: Array, w: Array, dtype: Any) -> Array:
     return y.reshape(*x.shape[:-1], w.shape[0])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def trainable_dot(x: Array, w: Array, dtype: Any) -> Array:
     """`dot` whose backward products run in `dtype` too (gradient of w summed in float32).
 
     The transpose of a dot with float32 accumulation would multiply float32 by bfloat16, which no
     matmul unit does.
     """
+    return _trainable_dot(x, w, dtype)
+
+
+def _plain(x: Array, w: Array, dtype: Any) -> Array:
     return dot(x, w, dtype)
+
+
+_trainable_dot: Any = jax.custom_vjp(_plain, nondiff_argnums=(2,))
 
 
 def _forward(x: Array, w: Array, dtype: Any) -> tuple[Array, tuple[Array, Array, Array, Array]]:
@@ -50,7 +55,7 @@ def _backward(dtype: Any, kept: tuple[Array, Array, Array, Array], g: Array) -> 
     return dx.reshape(a.shape).astype(like_x.dtype), dw.astype(like_w.dtype)
 
 
-trainable_dot.defvjp(_forward, _backward)
+_trainable_dot.defvjp(_forward, _backward)
 
 
 @flax.struct.dataclass

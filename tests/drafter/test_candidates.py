@@ -1,4 +1,5 @@
-"""Candidates: the published scores without a path head, conditional scores with it, ids, ties and noise."""
+"""Candidates: the published scores without a path head, conditional scores with it, ids, ties and
+noise."""
 
 from __future__ import annotations
 
@@ -18,10 +19,20 @@ from jetspec_jax.typing import Params
 
 DEPTH, VOCAB, WIDTH = 3, 24, 4
 NONE = DraftConfig(
-    hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, ffn_size=8, target_hidden_size=8,
-    num_target_layers=2, target_layer_ids=(0,), vocab_size=40, mask_token_id=3, block_size=DEPTH + 1,
+    hidden_size=8,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    ffn_size=8,
+    target_hidden_size=8,
+    num_target_layers=2,
+    target_layer_ids=(0,),
+    vocab_size=40,
+    mask_token_id=3,
+    block_size=DEPTH + 1,
     draft_vocab_size=VOCAB,
-)  # fmt: skip
+)
 MARKOV = dataclasses.replace(NONE, path_head="markov", path_rank=5)
 RNG = np.random.default_rng(0)
 LOGITS = jnp.asarray(2 * RNG.standard_normal((DEPTH, VOCAB)), jnp.float32)
@@ -35,16 +46,23 @@ ID_MAP = jnp.asarray(np.sort(RNG.permutation(40)[:VOCAB]), jnp.int32)
 ANCHOR = jnp.asarray(7, jnp.int32)
 
 
-def run(cfg: DraftConfig, logits: jax.Array = LOGITS, width: int = WIDTH, **kwargs: object) -> Candidates:
+def run(
+    cfg: DraftConfig, logits: jax.Array = LOGITS, width: int = WIDTH, **kwargs: object
+) -> Candidates:
     static = {k: v for k, v in kwargs.items() if isinstance(v, str)}
     traced = {k: v for k, v in kwargs.items() if k not in static}
-    fn = functools.partial(candidates, PARAMS, cfg, anchor_token=ANCHOR, id_map=ID_MAP, width=width, **static)
+    fn = functools.partial(
+        candidates, PARAMS, cfg, anchor_token=ANCHOR, id_map=ID_MAP, width=width, **static
+    )
     return jax.jit(lambda x, t: fn(x, **t))(logits, traced)
 
 
 def conditional(depth: int, parent: int) -> np.ndarray:
     """log p(. | parent) over the draft vocabulary, in numpy."""
-    row = np.asarray(LOGITS[depth]) + np.asarray(PARAMS["path"]["w2"]) @ np.asarray(PARAMS["path"]["w1"])[parent]
+    row = (
+        np.asarray(LOGITS[depth])
+        + np.asarray(PARAMS["path"]["w2"]) @ np.asarray(PARAMS["path"]["w1"])[parent]
+    )
     return row - np.log(np.exp(row - row.max()).sum()) - row.max()
 
 
@@ -74,14 +92,18 @@ def test_exact_scores_are_conditional_log_probabilities() -> None:
 def test_tail_scores_are_exact_under_the_root_and_never_positive() -> None:
     got, exact = run(MARKOV, normaliser="tail"), run(MARKOV, normaliser="exact")
     np.testing.assert_array_equal(got.tokens[0], exact.tokens[0])
-    np.testing.assert_allclose(got.logp[0, 0], exact.logp[0, 0], rtol=1e-4, atol=1e-5)  # one parent: no approximation
+    np.testing.assert_allclose(
+        got.logp[0, 0], exact.logp[0, 0], rtol=1e-4, atol=1e-5
+    )  # one parent: no approximation
     assert float(got.logp.max()) <= 0
     mass = np.exp(np.asarray(got.logp)).sum(-1)
     assert (mass <= 1 + 1e-5).all()
     # equal corrections for all parents: the approximation is exact
     flat = {"path": {**PARAMS["path"], "w1": jnp.broadcast_to(PARAMS["path"]["w1"][:1], (40, 5))}}
     both = [
-        jax.jit(lambda x, how=how: candidates(flat, MARKOV, x, ANCHOR, ID_MAP, WIDTH, normaliser=how))(LOGITS)
+        jax.jit(
+            lambda x, how=how: candidates(flat, MARKOV, x, ANCHOR, ID_MAP, WIDTH, normaliser=how)
+        )(LOGITS)
         for how in ("tail", "exact")
     ]
     np.testing.assert_array_equal(both[0].tokens, both[1].tokens)
@@ -108,12 +130,15 @@ def test_candidates_are_distinct_and_without_id_map_draft_ids(cfg: DraftConfig) 
 
 def test_ties_go_to_the_lowest_id() -> None:
     got = run(NONE, jnp.zeros((DEPTH, VOCAB)))
-    np.testing.assert_array_equal(got.tokens, np.broadcast_to(np.asarray(ID_MAP)[:WIDTH], (DEPTH, WIDTH)))
+    np.testing.assert_array_equal(
+        got.tokens, np.broadcast_to(np.asarray(ID_MAP)[:WIDTH], (DEPTH, WIDTH))
+    )
 
 
 @pytest.mark.parametrize("cfg", [NONE, MARKOV], ids=["none", "markov"])
 def test_noise_and_temperature_follow_the_targets_choice(cfg: DraftConfig) -> None:
-    """The best candidate is argmax(logits / T + noise), the target's own rule; T = 0 leaves the logits alone."""
+    """The best candidate is argmax(logits / T + noise), the target's own rule; T = 0 leaves the
+    logits alone."""
     noise = jnp.asarray(RNG.gumbel(size=(DEPTH, VOCAB)), jnp.float32)
     hot = run(cfg, temperature=jnp.asarray(0.5), noise=noise)
     root = LOGITS[0] if cfg is NONE else LOGITS[0] + path_correction(PARAMS, MARKOV, ANCHOR)
@@ -125,7 +150,10 @@ def test_noise_and_temperature_follow_the_targets_choice(cfg: DraftConfig) -> No
 def test_training_form_adds_the_true_parents_correction() -> None:
     parents = jnp.asarray([7, 1, 39], jnp.int32)
     got = conditional_logits(PARAMS, MARKOV, LOGITS, parents)
-    want = np.asarray(LOGITS) + np.asarray(PARAMS["path"]["w1"])[np.asarray(parents)] @ np.asarray(PARAMS["path"]["w2"]).T
+    want = (
+        np.asarray(LOGITS)
+        + np.asarray(PARAMS["path"]["w1"])[np.asarray(parents)] @ np.asarray(PARAMS["path"]["w2"]).T
+    )
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     assert conditional_logits(PARAMS, NONE, LOGITS, parents) is LOGITS
 

@@ -1,4 +1,5 @@
-"""Published layout: names, shapes and config keys, our extras beside them, and refusals in one line."""
+"""Published layout: names, shapes and config keys, our extras beside them, and refusals in one
+line."""
 
 from __future__ import annotations
 
@@ -14,26 +15,60 @@ import pytest
 import safetensors.numpy
 
 from jetspec_jax.config import DraftConfig, ModelConfig, RopeConfig
-from jetspec_jax.drafter import declare, default_layer_ids, load_draft, read_draft_config, save_draft
+from jetspec_jax.drafter import (
+    declare,
+    default_layer_ids,
+    load_draft,
+    read_draft_config,
+    save_draft,
+)
 from jetspec_jax.errors import ModelFileError
 from jetspec_jax.models.spec import flatten, init_params
 
 HEAD = DraftConfig(
-    hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, ffn_size=24, target_hidden_size=16,
-    num_target_layers=4, target_layer_ids=(0, 2), vocab_size=32, mask_token_id=3, block_size=4,
+    hidden_size=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    ffn_size=24,
+    target_hidden_size=16,
+    num_target_layers=4,
+    target_layer_ids=(0, 2),
+    vocab_size=32,
+    mask_token_id=3,
+    block_size=4,
     rope=RopeConfig(theta=5e5),
-)  # fmt: skip
+)
 OURS = dataclasses.replace(HEAD, draft_vocab_size=20, path_head="markov", path_rank=4)
 TARGET = ModelConfig(
-    family="qwen3", vocab_size=32, hidden_size=16, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=4, ffn_size=24,
-    max_context=64, eos_ids=(2,), pad_id=0, qk_norm=True,
-)  # fmt: skip
+    family="qwen3",
+    vocab_size=32,
+    hidden_size=16,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    ffn_size=24,
+    max_context=64,
+    eos_ids=(2,),
+    pad_id=0,
+    qk_norm=True,
+)
 ID_MAP = np.arange(2, 22, dtype=np.int32)
 
 
 def _save(folder: Path, cfg: DraftConfig = HEAD, **kwargs: Any) -> dict[str, np.ndarray]:
     params = init_params(declare(cfg), jax.random.key(0))
-    save_draft(folder, cfg, params, ID_MAP if cfg.draft_vocab_size else None, target=TARGET, dtype=np.float32, **kwargs)
+    save_draft(
+        folder,
+        cfg,
+        params,
+        ID_MAP if cfg.draft_vocab_size else None,
+        target=TARGET,
+        dtype=np.float32,
+        **kwargs,
+    )
     return {k: np.asarray(v) for k, v in flatten(params).items()}
 
 
@@ -51,12 +86,18 @@ def test_published_names_shapes_and_keys(tmp_path: Path) -> None:
     for i in range(2):
         p = f"layers.{i}."
         want |= {
-            p + "input_layernorm.weight": (16,), p + "post_attention_layernorm.weight": (16,),
-            p + "self_attn.q_proj.weight": (16, 16), p + "self_attn.k_proj.weight": (8, 16),
-            p + "self_attn.v_proj.weight": (8, 16), p + "self_attn.o_proj.weight": (16, 16),
-            p + "self_attn.q_norm.weight": (4,), p + "self_attn.k_norm.weight": (4,),
-            p + "mlp.gate_proj.weight": (24, 16), p + "mlp.up_proj.weight": (24, 16), p + "mlp.down_proj.weight": (16, 24),
-        }  # fmt: skip
+            p + "input_layernorm.weight": (16,),
+            p + "post_attention_layernorm.weight": (16,),
+            p + "self_attn.q_proj.weight": (16, 16),
+            p + "self_attn.k_proj.weight": (8, 16),
+            p + "self_attn.v_proj.weight": (8, 16),
+            p + "self_attn.o_proj.weight": (16, 16),
+            p + "self_attn.q_norm.weight": (4,),
+            p + "self_attn.k_norm.weight": (4,),
+            p + "mlp.gate_proj.weight": (24, 16),
+            p + "mlp.up_proj.weight": (24, 16),
+            p + "mlp.down_proj.weight": (16, 24),
+        }
     assert {k: v.shape for k, v in tensors.items()} == want
     values = json.loads((tmp_path / "config.json").read_text())
     assert values["block_size"] == 4 and values["num_target_layers"] == 4
@@ -64,8 +105,17 @@ def test_published_names_shapes_and_keys(tmp_path: Path) -> None:
     assert inner["target_layer_ids"] == [0, 2] and inner["mask_token_id"] == 3
     assert inner["causal_head"] is True and inner["causal"] is True
     assert "jetspec_config" not in values
-    for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-                "head_dim", "rms_norm_eps", "rope_theta", "vocab_size"):  # fmt: skip
+    for key in (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "rope_theta",
+        "vocab_size",
+    ):
         assert key in values
 
 
@@ -79,7 +129,9 @@ def test_round_trip(tmp_path: Path, cfg: DraftConfig) -> None:
     if cfg.draft_vocab_size:
         assert head.id_map is not None and head.id_map.dtype == np.int32
         np.testing.assert_array_equal(head.id_map, ID_MAP)
-        assert {"path_head.w1.weight", "draft_id_map"} <= set(safetensors.numpy.load_file(tmp_path / "model.safetensors"))
+        assert {"path_head.w1.weight", "draft_id_map"} <= set(
+            safetensors.numpy.load_file(tmp_path / "model.safetensors")
+        )
     else:
         assert head.id_map is None
 
@@ -106,7 +158,9 @@ def test_bfloat16_export_rounds_and_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["inner", "outer"])
 @pytest.mark.parametrize("name", ["causal_head", "causal"])
 @pytest.mark.parametrize("value", [True, False])
-def test_either_causal_name_in_either_place(tmp_path: Path, where: str, name: str, value: bool) -> None:
+def test_either_causal_name_in_either_place(
+    tmp_path: Path, where: str, name: str, value: bool
+) -> None:
     _save(tmp_path)
 
     def change(values: dict[str, Any]) -> None:
@@ -123,7 +177,10 @@ def test_no_causal_flag_warns_and_contradiction_is_refused(tmp_path: Path) -> No
     _edit(tmp_path, lambda v: v["dflash_config"].update(causal=False))
     with pytest.raises(ModelFileError, match="contradict"):
         read_draft_config(tmp_path)
-    _edit(tmp_path, lambda v: (v["dflash_config"].pop("causal"), v["dflash_config"].pop("causal_head")))
+    _edit(
+        tmp_path,
+        lambda v: (v["dflash_config"].pop("causal"), v["dflash_config"].pop("causal_head")),
+    )
     with pytest.warns(UserWarning, match="neither causal_head nor causal"):
         assert read_draft_config(tmp_path).causal is False
 
@@ -144,12 +201,17 @@ def test_default_layer_ids_are_the_published_ones(tmp_path: Path) -> None:
         ({"hidden_size": 24}, r"hidden size 16 \(target: 24\)"),
         ({"vocab_size": 48}, r"vocabulary 32 \(target: 48\)"),
         ({"num_layers": 6}, r"num_target_layers 4 \(target: 6\)"),
-        ({"num_layers": 2}, r"num_target_layers 4 \(target: 2\); target_layer_ids \[2\] out of range"),
+        (
+            {"num_layers": 2},
+            r"num_target_layers 4 \(target: 2\); target_layer_ids \[2\] out of range",
+        ),
         ({"eos_ids": (3,)}, "mask_token_id 3 is the target's pad or EOS"),
         ({"pad_id": 3}, "mask_token_id 3 is the target's pad or EOS"),
     ],
 )
-def test_head_of_another_target_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_head_of_another_target_is_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     _save(tmp_path)
     with pytest.raises(ModelFileError, match=message) as caught:
         load_draft(tmp_path, dataclasses.replace(TARGET, **change))

@@ -1,4 +1,5 @@
-"""Configuration errors name key and remedy; data is split by content, batches depend on (seed, step) only."""
+"""Configuration errors name key and remedy; data is split by content, batches depend on (seed,
+step) only."""
 
 from __future__ import annotations
 
@@ -31,8 +32,16 @@ def test_shipped_configs_load_and_overrides_win() -> None:
     assert paths
     for path in paths:
         assert load_config(path) != TrainConfig()
-    cfg = load_config(paths[0], ["optim.lr=3e-4", "run.out=runs/a", "draft.target_layer_ids=[1, 2]", "optim.clip=1"])
-    assert (cfg.optim.lr, cfg.run.out, cfg.draft.target_layer_ids, cfg.optim.clip) == (3e-4, "runs/a", (1, 2), 1.0)
+    cfg = load_config(
+        paths[0],
+        ["optim.lr=3e-4", "run.out=runs/a", "draft.target_layer_ids=[1, 2]", "optim.clip=1"],
+    )
+    assert (cfg.optim.lr, cfg.run.out, cfg.draft.target_layer_ids, cfg.optim.clip) == (
+        3e-4,
+        "runs/a",
+        (1, 2),
+        1.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +79,10 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
 
 
 def test_changed_keys_leave_the_run_section_free() -> None:
-    a, b = to_json(TrainConfig()), to_json(load_config(None, ["optim.lr=1e-3", "run.max_seconds=5"]))
+    a, b = (
+        to_json(TrainConfig()),
+        to_json(load_config(None, ["optim.lr=1e-3", "run.max_seconds=5"])),
+    )
     assert changed_keys(a, b) == ["optim.lr"]
 
 
@@ -115,8 +127,12 @@ def test_every_sequence_once_an_epoch_and_only_seed_and_step_matter() -> None:
     assert sorted(epoch) == list(range(40))
     again = np.concatenate([step_sequences(40, 4, s, 7, lengths) for s in range(10, 20)])
     assert sorted(again) == list(range(40)) and list(again) != list(epoch)
-    np.testing.assert_array_equal(step_sequences(40, 4, 13, 7, lengths), step_sequences(40, 4, 13, 7, lengths))
-    assert step_sequences(2, 4, 0, 0, lengths[:2]).shape == (4,)  # fewer sequences than a step takes
+    np.testing.assert_array_equal(
+        step_sequences(40, 4, 13, 7, lengths), step_sequences(40, 4, 13, 7, lengths)
+    )
+    assert step_sequences(2, 4, 0, 0, lengths[:2]).shape == (
+        4,
+    )  # fewer sequences than a step takes
 
 
 def test_anchors_are_distinct_answer_positions(tiny: Tiny) -> None:
@@ -147,7 +163,9 @@ def test_draft_vocabulary_holds_specials_and_the_most_frequent(tiny: Tiny) -> No
     data = load_dataset(DataConfig(path=str(tiny.data)))
     ids = draft_vocabulary(data.train, 20, 64, always=(2, 1))
     assert len(ids) == 20 and {1, 2} <= set(ids) and list(ids) == sorted(ids)
-    counts = np.bincount(np.concatenate([s.tokens[s.prompt_len :] for s in data.train]), minlength=64)
+    counts = np.bincount(
+        np.concatenate([s.tokens[s.prompt_len :] for s in data.train]), minlength=64
+    )
     assert counts[np.setdiff1d(ids, [1, 2])].min() >= np.delete(counts, ids).max()
     assert coverage(data.train, ids, 64) == pytest.approx(counts[ids].sum() / counts.sum())
     assert len(draft_vocabulary(data.train, 64, 64, ())) == 64

@@ -1,4 +1,5 @@
-"""Losses as pure functions: values by hand, gradients against finite differences, masks before reductions."""
+"""Losses as pure functions: values by hand, gradients against finite differences, masks before
+reductions."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ def test_nan_in_masked_slots_reaches_neither_value_nor_gradient() -> None:
     teacher = jnp.where(MASK[..., None], TEACHER, jnp.inf)
 
     def loss(x: jax.Array) -> jax.Array:
-        return block_loss(x, LABELS, MASK, depth_weights(3, 0), teacher=teacher, ce=0.5, kl=0.5).loss.sum()
+        return block_loss(
+            x, LABELS, MASK, depth_weights(3, 0), teacher=teacher, ce=0.5, kl=0.5
+        ).loss.sum()
 
     value, grad = jax.value_and_grad(loss)(poisoned)
     clean = block_loss(LOGITS, LABELS, MASK, depth_weights(3, 0), teacher=TEACHER, ce=0.5, kl=0.5)
@@ -84,12 +87,15 @@ def test_metrics_count_whole_blocks_and_runs_from_the_start() -> None:
     labels = jnp.asarray([[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, -1]], jnp.int32)
     inside = jnp.ones((4, 3), bool)
     parts = block_loss(eye[best], labels, inside, depth_weights(3, 0))
-    # accepted chains: 3, 1, 0 and 2 (the last label is outside the draft vocabulary: never accepted)
+    # accepted chains: 3, 1, 0 and 2 (the last label is outside the draft vocabulary: never
+    # accepted)
     done = finish(parts)
     np.testing.assert_allclose(done["chain_tau"], 1 + 6 / 4)
     np.testing.assert_allclose(done["agreement"], [3 / 4, 3 / 4, 3 / 4])
     cut = finish(block_loss(eye[best], labels, inside.at[0, 2].set(False), depth_weights(3, 0)))
-    np.testing.assert_allclose(cut["chain_tau"], 1 + 3 / 3)  # a block cut by the end of the text does not count
+    np.testing.assert_allclose(
+        cut["chain_tau"], 1 + 3 / 3
+    )  # a block cut by the end of the text does not count
     assert float(cut["slots"]) == 11
 
 
@@ -99,6 +105,8 @@ def test_depth_weights() -> None:
 
 
 def test_nothing_supervised_is_zero_not_nan() -> None:
-    parts = block_loss(jnp.full_like(LOGITS, jnp.nan), LABELS, jnp.zeros((2, 3), bool), depth_weights(3, 0))
+    parts = block_loss(
+        jnp.full_like(LOGITS, jnp.nan), LABELS, jnp.zeros((2, 3), bool), depth_weights(3, 0)
+    )
     assert all(np.isfinite(np.asarray(v)).all() for v in finish(parts).values())
     assert float(finish(parts)["loss"]) == 0.0

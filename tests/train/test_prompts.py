@@ -35,7 +35,10 @@ def test_no_training_prompt_shares_content_with_an_evaluation_suite(drawn: list[
     haystack = "\n".join(" " + " ".join(prompts.words(t)) + " " for t in _suite_texts())
     for prompt in drawn:
         w = prompts.words(prompt["messages"][0]["content"])
-        runs = [" " + " ".join(w[i : i + prompts.NGRAM]) + " " for i in range(len(w) - prompts.NGRAM + 1)]
+        runs = [
+            " " + " ".join(w[i : i + prompts.NGRAM]) + " "
+            for i in range(len(w) - prompts.NGRAM + 1)
+        ]
         assert not any(run in haystack for run in runs), prompt
 
 
@@ -44,15 +47,21 @@ def test_every_evaluation_item_is_recognised_verbatim_reworded_and_embedded() ->
     assert len(texts) > 300  # 164 HumanEval + 80 MT-Bench + 100 GSM8K items, with answers
     for text in texts[::7]:
         assert prompts.overlaps_evaluation(text)
-        assert prompts.overlaps_evaluation("Please help: " + text.upper().replace(",", " ;") + " Thanks!")
+        assert prompts.overlaps_evaluation(
+            "Please help: " + text.upper().replace(",", " ;") + " Thanks!"
+        )
 
 
-def test_a_source_that_offers_an_evaluation_item_is_filtered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_offers_an_evaluation_item_is_filtered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     leak = _suite_texts()[0]
     offers = iter([leak, leak + " again", "An innocent prompt."])
     monkeypatch.setattr(prompts, "SHARES", {"chat": 1.0})
     monkeypatch.setitem(prompts._SOURCES, "chat", lambda rng: next(offers))
-    assert [p["messages"][0]["content"] for p in prompts.training_prompts(1)] == ["An innocent prompt."]
+    assert [p["messages"][0]["content"] for p in prompts.training_prompts(1)] == [
+        "An innocent prompt."
+    ]
 
 
 def test_too_many_prompts_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Whole runs on the tiny target: learning, resumption bit for bit, kills, signals, limits, export, refusals (case 18)."""
+"""Whole runs on the tiny target: learning, resumption bit for bit, kills, signals, limits, export,
+refusals (case 18)."""
 
 from __future__ import annotations
 
@@ -42,15 +43,31 @@ def leaves(trainer: Trainer) -> list[np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def straight(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, dict[str, Any], list[str]]:
+def straight(
+    tiny: Tiny, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Trainer, dict[str, Any], list[str]]:
     """20 steps in one go; the other tests compare with it."""
     out = tmp_path_factory.mktemp("straight") / "run"
     overrides = [
-        f"data.path={str(tiny.data)!r}", f"data.target={str(tiny.path)!r}", "data.sequences=2", "data.anchors=6",
-        "data.bucket=32", "data.held_out=0.2", "draft.layers=1", "draft.block_size=4", "draft.vocab=48",
-        "draft.path_rank=8", "draft.mask_token_id=3", "optim.steps=20", "optim.precision=float32", "optim.lr=3e-3",
-        "optim.ema=0.9", "loss.chunk=6", "run.save_every=10", "run.eval_every=10",
-    ]  # fmt: skip
+        f"data.path={str(tiny.data)!r}",
+        f"data.target={str(tiny.path)!r}",
+        "data.sequences=2",
+        "data.anchors=6",
+        "data.bucket=32",
+        "data.held_out=0.2",
+        "draft.layers=1",
+        "draft.block_size=4",
+        "draft.vocab=48",
+        "draft.path_rank=8",
+        "draft.mask_token_id=3",
+        "optim.steps=20",
+        "optim.precision=float32",
+        "optim.lr=3e-3",
+        "optim.ema=0.9",
+        "loss.chunk=6",
+        "run.save_every=10",
+        "run.eval_every=10",
+    ]
     trainer = make(overrides, f"run.out={str(out)!r}")
     return trainer, trainer.run(), overrides
 
@@ -67,24 +84,43 @@ def test_it_learns_logs_and_evaluates(straight: tuple[Trainer, dict[str, Any], l
         assert h["blocks"] > 0
         # a larger tree contains the smaller one; a chain of the head's depth lies within 16 nodes
         assert 1 <= h["tree_tau"]["4"] <= h["tree_tau"]["8"] <= h["tree_tau"]["16"] <= 4
-    assert summary["stopped"] == "steps" and summary["best"]["tree_tau"]["16"] == max(h["tree_tau"]["16"] for h in held)
+    assert summary["stopped"] == "steps" and summary["best"]["tree_tau"]["16"] == max(
+        h["tree_tau"]["16"] for h in held
+    )
     assert [p.name for p in checkpoint.complete(trainer.out)] == ["step-0000010", "step-0000020"]
 
 
-def test_exported_head_is_the_evaluated_one(straight: tuple[Trainer, dict[str, Any], list[str]], tmp_path: Path) -> None:
+def test_exported_head_is_the_evaluated_one(
+    straight: tuple[Trainer, dict[str, Any], list[str]], tmp_path: Path
+) -> None:
     trainer, _, _ = straight
     head = load_draft(trainer.out / "last", CONFIG)
     assert head.config == trainer.head and head.config.target_layer_ids == TAPS
     for name, value in flatten(trainer.shipped_params()).items():
-        np.testing.assert_allclose(flatten(head.params)[name], value, rtol=8e-3, atol=1e-6, err_msg=name)
-    assert head.id_map is not None and len(head.id_map) == 48 and {1, 2} <= set(head.id_map.tolist())
+        np.testing.assert_allclose(
+            flatten(head.params)[name], value, rtol=8e-3, atol=1e-6, err_msg=name
+        )
+    assert (
+        head.id_map is not None and len(head.id_map) == 48 and {1, 2} <= set(head.id_map.tolist())
+    )
     record = json.loads((trainer.out / "last" / "provenance.json").read_text())
-    assert {"command", "config", "data", "metrics", "git", "versions", "weights_sha256", "dtype"} <= set(record)
+    assert {
+        "command",
+        "config",
+        "data",
+        "metrics",
+        "git",
+        "versions",
+        "weights_sha256",
+        "dtype",
+    } <= set(record)
     assert record["data"]["sha256"] == trainer.data.digest
 
 
 def test_export_command_copies_checks_and_refuses(
-    straight: tuple[Trainer, dict[str, Any], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    straight: tuple[Trainer, dict[str, Any], list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     trainer, _, _ = straight
     out = tmp_path / "head"
@@ -104,14 +140,17 @@ def test_export_command_copies_checks_and_refuses(
     assert "not those of provenance.json" in capsys.readouterr().err
 
 
-def test_resumption_is_bit_equal(straight: tuple[Trainer, dict[str, Any], list[str]], tmp_path: Path) -> None:
+def test_resumption_is_bit_equal(
+    straight: tuple[Trainer, dict[str, Any], list[str]], tmp_path: Path
+) -> None:
     trainer, _, overrides = straight
     place = f"run.out={str(tmp_path / 'run')!r}"
     first = make(overrides, place, "run.max_seconds=1e-9", "run.save_every=1000")
     first.step_fn = trainer.step_fn  # same program: compile once
     first.evaluator = trainer.evaluator
     assert first.run()["stopped"] == "max_seconds"  # after one step, with a checkpoint
-    # a kill during a later save leaves a half-written hidden folder, and log lines past the checkpoint
+    # a kill during a later save leaves a half-written hidden folder, and log lines past the
+    # checkpoint
     shutil.copytree(tmp_path / "run" / "step-0000001", tmp_path / "run" / ".tmp-step-0000005")
     (tmp_path / "run" / ".tmp-step-0000005" / "state.safetensors").write_bytes(b"half")
     with (tmp_path / "run" / "log.jsonl").open("a") as log:
@@ -138,7 +177,9 @@ def test_resumption_with_another_config_or_data_is_refused(
     assert int(done.state.step) == 20
 
 
-def test_damaged_checkpoint_is_named(straight: tuple[Trainer, dict[str, Any], list[str]], tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_named(
+    straight: tuple[Trainer, dict[str, Any], list[str]], tmp_path: Path
+) -> None:
     trainer, _, _ = straight
     folder = tmp_path / "step-0000020"
     shutil.copytree(trainer.out / "step-0000020", folder)
@@ -151,7 +192,9 @@ def test_damaged_checkpoint_is_named(straight: tuple[Trainer, dict[str, Any], li
         checkpoint.read_meta(folder)
 
 
-def test_a_signal_stops_with_a_checkpoint(straight: tuple[Trainer, dict[str, Any], list[str]], tmp_path: Path) -> None:
+def test_a_signal_stops_with_a_checkpoint(
+    straight: tuple[Trainer, dict[str, Any], list[str]], tmp_path: Path
+) -> None:
     trainer, _, overrides = straight
     run = make(overrides, f"run.out={str(tmp_path / 'run')!r}")
     calls = 0
@@ -171,7 +214,9 @@ def test_a_signal_stops_with_a_checkpoint(straight: tuple[Trainer, dict[str, Any
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_nan_stops_and_keeps_the_last_checkpoint(straight: tuple[Trainer, dict[str, Any], list[str]], tmp_path: Path) -> None:
+def test_nan_stops_and_keeps_the_last_checkpoint(
+    straight: tuple[Trainer, dict[str, Any], list[str]], tmp_path: Path
+) -> None:
     trainer, _, overrides = straight
     run = make(overrides, f"run.out={str(tmp_path / 'run')!r}", "run.save_every=2")
 
@@ -220,7 +265,9 @@ def test_starts_from_target_layers_or_another_head(
 
 def test_parent_features_follow_the_embedding() -> None:
     rng = np.random.default_rng(0)
-    embed = rng.standard_normal((50, 6)).astype(np.float32) * np.asarray([9, 5, 3, 1, 0.1, 0.1], np.float32)
+    embed = rng.standard_normal((50, 6)).astype(np.float32) * np.asarray(
+        [9, 5, 3, 1, 0.1, 0.1], np.float32
+    )
     embed[7] = embed[3]
     features = parent_features_from_embedding(embed, 4)
     assert features.shape == (50, 4) and np.isfinite(features).all()
@@ -249,7 +296,9 @@ def test_bad_input_is_one_line(
     assert error.startswith("error: ") and message in error
 
 
-def test_plan_and_run_print_one_json_line(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_and_run_print_one_json_line(
+    overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*overrides, "--plan"]) == 0
     plan = last_line(capsys)
     assert plan["slots_per_step"] == 2 * 6 * 3 and plan["head"]["target_layer_ids"] == list(TAPS)
