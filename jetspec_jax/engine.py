@@ -324,7 +324,8 @@ class LLM:
     ) -> Iterator[StreamChunk]:  # fmt: skip
         """One prompt (text, ids or chat messages), a chunk per round; the last chunk carries the result."""
         request = self._request(prompt, sampling or SamplingParams(), trace)
-        yield from self._stream(request, self.resolve(spec) if spec is not None else self.spec)
+        # not a generator itself: a request that cannot be served is refused here, not at the first chunk
+        return self._stream(request, self.resolve(spec) if spec is not None else self.spec)
 
     def _stream(self, request: Request, spec: SpecConfig) -> Iterator[StreamChunk]:
         plan = self.plan_for(spec, [request.sampling])
@@ -367,8 +368,9 @@ class LLM:
         slots: list[int | None] = [None] * batch
         queue = iter(range(len(requests)))
         with self.session(plan, batch, table) as session:
-            details = any(_details(r) for r in requests)
-            session.compile(details=details)
+            # both where both are asked for: once the detailed requests have ended, the rest runs without
+            for details in sorted({_details(r) for r in requests}):
+                session.compile(details=details)
             compile_s = self.programs.seconds - compiled
             started: dict[int, tuple[float, float]] = {}
             ttft: dict[int, float] = {}
