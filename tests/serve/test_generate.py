@@ -6,7 +6,6 @@ import io
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -250,15 +249,17 @@ def test_a_closed_pipe_ends_quietly() -> None:
 def test_the_first_line_comes_before_the_heavy_imports() -> None:
     """jax takes over a second to import: importing the command must not do it."""
     code = (
-        "import sys, serve.generate, serve.bench, serve.demo; print([m for m in ('jax', "
-        "'numpy', 'matplotlib') if m in sys.modules])"
+        "import sys, time, serve.generate, serve.bench, serve.demo\n"
+        "print([m for m in ('jax', 'numpy', 'matplotlib') if m in sys.modules])\n"
+        "print(time.process_time())"
     )
-    start = time.perf_counter()
     got = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
-    assert got.stdout.strip() == "[]"
-    assert time.perf_counter() - start < 5
+    heavy, seconds = got.stdout.splitlines()
+    assert heavy == "[]"
+    # Processor time, not the clock: a busy machine must not fail this. Imports alone are 0.1 s.
+    assert float(seconds) < 0.6
 
 
 def test_json_has_no_nan() -> None:
