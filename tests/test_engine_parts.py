@@ -1,0 +1,102 @@
+"""Small parts on the way from a plan to a program: budgets, the policy's choice, and insertion into
+a slot.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetspec_jax import SpecConfig
+from jetspec_jax.policy import FIRST_PAUSE, LONGEST_PAUSE, Costs, choose_budget, update
+from jetspec_jax.state import fresh_control
+from tests.doubles import engine
+
+
+def int32(x):
+    return jnp.asarray(x, jnp.int32)
+
+
+def costs(*verify, draft=0.0):
+    return Costs(jnp.asarray(verify, jnp.float32), jnp.asarray(draft, jnp.float32))
+
+
+def chosen(probabilities, table, budgets=(1, 2, 4), active=None):
+    scores = jnp.log(jnp.asarray(probabilities, jnp.float32))
+    active = jnp.ones(scores.shape[0], bool) if active is None else jnp.asarray(active)
+    return budgets[int(choose_budget(scores, jnp.ones(scores.shape, bool), active, budgets, table))]
+
+
+def test_budget_follows_expected_tokens_per_cost():
+    sure, unsure = [1.0, 0.9, 0.8, 0.7], [1.0, 0.1, 0.01, 0.001]
+    assert chosen([sure], costs(1, 1.1, 1.3)) == 4
+    assert chosen([unsure], costs(1, 1.2, 1.4)) == 1
+    assert chosen([[1.0, 0.9, 0.1, 0.1]], costs(1, 1.1, 1.9)) == 2
+    # pooled over the sequences that run
+    assert chosen([sure, unsure], costs(1, 1.2, 1.4), active=[True, False]) == 4
+    assert chosen([sure, unsure], costs(1, 1.2, 1.4), active=[False, True]) == 1
+    # the longer drafting takes, the more a round must bring
+    assert chosen([[1.0, 0.5, 0.3, 0.2]], costs(1, 1.6, 2.0, draft=5.0)) == 4
+
+
+def test_ties_take_the_smaller_budget():
+    assert chosen([[1.0, 0.0, 0.0, 0.0]], costs(1, 1, 1)) == 1
+
+
+def test_pause_after_drafting_did_not_pay():
+    control, pauses = fresh_control(), []
+    for _ in range(7):
+        control = update(
+            control, jnp.bool_(True), int32(1), int32(1), jnp.float32(2.0), jnp.float32(1.0)
+        )
+        pauses.append(int(control.cooldown))
+        while int(control.cooldown):
+            control = update(
+                control, jnp.bool_(False), int32(1), int32(1), jnp.float32(1.0), jnp.float32(1.0)
+            )
+    assert pauses == [4, 8, 16, 32, 64, 64, 64]
+    # one round that pays, and the next pause is short again
+    control = update(
+        control, jnp.bool_(True), int32(5), int32(1), jnp.float32(2.0), jnp.float32(1.0)
+    )
+    assert (int(control.cooldown), int(control.pause)) == (0, FIRST_PAUSE)
+    assert pauses[-1] == LONGEST_PAUSE
+
+
+def test_a_batch_pays_when_its_mean_does():
+    paid = update(
+        fresh_control(), jnp.bool_(True), int32(9), int32(4), jnp.float32(2.0), jnp.float32(1.0)
+    )
+    assert int(paid.cooldown) == 0
+    lost = update(
+        fresh_control(), jnp.bool_(True), int32(7), int32(4), jnp.float32(2.0), jnp.float32(1.0)
+    )
+    assert int(lost.cooldown) == FIRST_PAUSE
+
+
+@pytest.mark.parametrize(
+    "spec,budgets",
+    [
+        (SpecConfig(mode="off"), (1,)),
+        (SpecConfig(drafter="none"), (1,)),
+        (SpecConfig(mode="chain", depth=3), (4,)),
+        (SpecConfig(mode="chain", depth=3, budget=2), (2,)),
+        (SpecConfig(mode="tree", budget=5), (5,)),
+        (SpecConfig(budget=1), (1,)),
+    ],
+)
+def test_budgets(spec, budgets):
+    llm = engine()
+    assert llm.budgets(llm.resolve(spec)) == budgets
+
+
+def test_auto_budgets_start_plain_and_end_at_the_given_one():
+    llm = engine()
+    for most in (2, 7, 16, 40):
+        budgets = llm.budgets(llm.resolve(SpecConfig(budget=most)))
+        assert budgets[0] == 1
+        assert budgets[-1] == most
+        assert list(budgets) == sorted(set(budgets))
+    plan = llm.plan()
+    assert plan["budgets"] == list(llm.budgets(llm.spec))
+    assert plan["memory"]["target_bytes"] > 0
+    assert np.isfinite(plan["memory"]["cache_bytes_per_sequence"])
