@@ -9,7 +9,15 @@ if TYPE_CHECKING:
     from jetspec_jax.engine import LLM
     from jetspec_jax.results import GenerationResult, StreamChunk
 
-__all__ = ["LLM", "EngineConfig", "GenerationResult", "JetSpecError", "SamplingParams", "SpecConfig", "StreamChunk"]
+__all__ = [
+    "LLM",
+    "EngineConfig",
+    "GenerationResult",
+    "JetSpecError",
+    "SamplingParams",
+    "SpecConfig",
+    "StreamChunk",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,6 @@
-"""Frozen configuration dataclasses. Every value that reaches a compiled program as a constant lives here."""
+"""Frozen configuration dataclasses. Every value that reaches a compiled program as a constant lives
+here.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class _FromMapping:
-    """Adds `from_mapping` to a frozen dataclass: unknown keys are errors that name the nearest key."""
+    """Adds `from_mapping` to a frozen dataclass: unknown keys are errors that name the nearest
+    key.
+    """
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
@@ -43,12 +47,16 @@ def _one_of(owner: str, name: str, value: Any, allowed: tuple[str, ...]) -> None
 
 def _at_least(owner: str, name: str, value: Any, low: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= low:
-        raise ConfigError(f"{owner}.{name}={value!r} is too small or not a number; give at least {low}")
+        raise ConfigError(
+            f"{owner}.{name}={value!r} is too small or not a number; give at least {low}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig(_FromMapping):
-    """Rotary position embedding. `kind` as in Hugging Face `rope_scaling`: default, linear, llama3, yarn."""
+    """Rotary position embedding. `kind` as in Hugging Face `rope_scaling`: default, linear, llama3,
+    yarn.
+    """
 
     theta: float = 10_000.0
     kind: str = "default"
@@ -58,7 +66,9 @@ class RopeConfig(_FromMapping):
     original_max_position: int = 8_192  # llama3, yarn
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn; None: derived from `factor` (and mscale, when given)
+    attention_factor: float | None = (
+        None  # yarn; None: derived from `factor` (and mscale, when given)
+    )
     mscale: float | None = None  # yarn (DeepSeek style)
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
@@ -99,12 +109,20 @@ class ModelConfig(_FromMapping):
 
     def __post_init__(self) -> None:
         _one_of("ModelConfig", "family", self.family, FAMILIES)
-        for field in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_context"):
+        for field in (
+            "vocab_size",
+            "hidden_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_context",
+        ):
             _at_least("ModelConfig", field, getattr(self, field), 1)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
-                "check num_attention_heads and num_key_value_heads in the model's config.json"
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads};"
+                " check num_attention_heads and num_key_value_heads in the model's config.json"
             )
 
     @property
@@ -121,7 +139,9 @@ class ModelConfig(_FromMapping):
 
 @dataclasses.dataclass(frozen=True)
 class DraftConfig(_FromMapping):
-    """Geometry of a draft head (algorithm.md section 2, plus our optional path head and reduced vocabulary)."""
+    """Geometry of a draft head (algorithm.md section 2, plus our optional path head and reduced
+    vocabulary).
+    """
 
     hidden_size: int
     num_layers: int
@@ -151,7 +171,9 @@ class DraftConfig(_FromMapping):
 
     @property
     def depth(self) -> int:
-        """Depths drafted per round: one less than the block, whose slot 0 is the anchor (in-place convention)."""
+        """Depths drafted per round: one less than the block, whose slot 0 is the anchor (in-place
+        convention).
+        """
         return self.block_size if self.draft_shift else self.block_size - 1
 
     @property
@@ -164,7 +186,9 @@ class SpecConfig(_FromMapping):
     """What to speculate with. `None` means: take the drafter's or the device's own best value."""
 
     mode: str = "auto"  # auto | tree | chain | off
-    drafter: str | None = None  # head | lookup | hybrid | none; None: hybrid with a head, lookup without
+    drafter: str | None = (
+        None  # head | lookup | hybrid | none; None: hybrid with a head, lookup without
+    )
     budget: int | None = None  # tree nodes verified per round, root included
     depth: int | None = None  # longest path below the root; None: all the drafter gives
     width: int = 8  # candidates kept per depth
@@ -173,7 +197,9 @@ class SpecConfig(_FromMapping):
     lookup_branches: int = 2  # continuations that prompt lookup offers
     top2gap_beta: float = 2.0
     top2gap_g0: float = 1.0
-    histogram: tuple[tuple[float, ...], ...] | None = None  # depth x rank acceptance, for depth_rank_histogram
+    histogram: tuple[tuple[float, ...], ...] | None = (
+        None  # depth x rank acceptance, for depth_rank_histogram
+    )
     histogram_threshold: float = 0.02
 
     def __post_init__(self) -> None:
@@ -221,15 +247,25 @@ class SamplingParams(_FromMapping):
             ("max_tokens", self.max_tokens, 1, 2**31 - 1),
         )
         for name, value, low, high in checks:
-            ok = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+            ok = (
+                isinstance(value, (int, float))
+                and not isinstance(value, bool)
+                and low <= value <= high
+            )
             if not ok:
-                raise ConfigError(f"{name}={value!r} is out of range; give a number from {low} to {high}")
+                raise ConfigError(
+                    f"{name}={value!r} is out of range; give a number from {low} to {high}"
+                )
         if not (isinstance(self.top_p, (int, float)) and 0.0 < self.top_p <= 1.0):
-            raise ConfigError(f"top_p={self.top_p!r} is out of range; give a number above 0 and up to 1")
+            raise ConfigError(
+                f"top_p={self.top_p!r} is out of range; give a number above 0 and up to 1"
+            )
         if self.logprobs is not None and not 0 <= self.logprobs <= 20:
             raise ConfigError(f"logprobs={self.logprobs!r} is out of range; give 0 to 20")
         if any(not isinstance(s, str) or not s for s in self.stop):
-            raise ConfigError(f"stop={list(self.stop)!r} holds an empty or non-text stop; give non-empty strings")
+            raise ConfigError(
+                f"stop={list(self.stop)!r} holds an empty or non-text stop; give non-empty strings"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,16 +35,20 @@ _NEVER = 1e9
 
 
 def placeholder(plan: RoundPlan) -> Costs:
-    """Costs for plans that have nothing to choose, and before anything is measured: rows in proportion."""
+    """Costs for plans that have nothing to choose, and before anything is measured: rows in
+    proportion.
+    """
     rows = np.asarray(plan.budgets, np.float32)
-    return Costs(jnp.asarray(1 + 0.05 * (rows - 1)), jnp.asarray(0.1 if plan.drafts else 0.0, jnp.float32))
+    return Costs(
+        jnp.asarray(1 + 0.05 * (rows - 1)), jnp.asarray(0.1 if plan.drafts else 0.0, jnp.float32)
+    )
 
 
 def measure(llm: LLM, plan: RoundPlan, batch: int) -> dict[str, Any]:
     """Seconds of a plain round, of verification by budget, and of drafting (compilation excluded).
 
-    Each budget is forced through the cost table itself, in the program that will run; the minimum of a few short
-    runs is taken, since other processes can only add time.
+    Each budget is forced through the cost table itself, in the program that will run; the minimum
+    of a few short runs is taken, since other processes can only add time.
     """
     count = len(plan.budgets)
     with llm.session(plan, batch, placeholder(plan)) as session:
@@ -74,7 +78,9 @@ def _time(session: Session, table: Costs, *, pause: bool) -> float:
             control = control.replace(cooldown=jnp.asarray(1_000, jnp.int32))
         # every repeat starts at the same context length
         committed = jnp.full_like(session.state.committed, _PROMPT)
-        session.state = session.state.replace(control=control, committed=committed, cached=committed - 1)
+        session.state = session.state.replace(
+            control=control, committed=committed, cached=committed - 1
+        )
         rounds = 1 if repeat == 0 else _ROUNDS  # the first is a warm-up
         started = time.perf_counter()
         session.run(rounds)
@@ -87,7 +93,10 @@ def _table(measured: dict[str, Any]) -> Costs:
     plain = measured["t_plain_s"]
     verify = np.asarray(list(measured["t_verify_s"].values()), np.float32) / plain
     # more rows never cost less: a dip is noise
-    return Costs(jnp.asarray(np.maximum.accumulate(verify)), jnp.asarray(measured["t_draft_s"] / plain, jnp.float32))
+    return Costs(
+        jnp.asarray(np.maximum.accumulate(verify)),
+        jnp.asarray(measured["t_draft_s"] / plain, jnp.float32),
+    )
 
 
 def _device_key() -> str:
@@ -95,15 +104,26 @@ def _device_key() -> str:
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if device.platform == "cpu" and info.is_file():
-        cpu = next((x.split(":")[1].strip() for x in info.read_text().splitlines() if x.startswith("model name")), cpu)
+        cpu = next(
+            (
+                x.split(":")[1].strip()
+                for x in info.read_text().splitlines()
+                if x.startswith("model name")
+            ),
+            cpu,
+        )
     return f"{device.device_kind}|{cpu}|{os.cpu_count()}|jaxlib {jax.lib.__version__}"
 
 
 def load_or_measure(llm: LLM, plan: RoundPlan, batch: int, say: Callable[[str], None]) -> Costs:
-    """The cost table of a plan on this device: from the user's cache folder, or measured now and kept there."""
+    """The cost table of a plan on this device: from the user's cache folder, or measured now and
+    kept there.
+    """
     if llm.engine.capacity < 2 * _PROMPT + _REPEATS * _ROUNDS * plan.path_rows:
         return placeholder(plan)
-    key = hashlib.sha256(f"{_VERSION}|{_device_key()}|{batch}|{llm.engine}|{plan!r}".encode()).hexdigest()[:24]
+    key = hashlib.sha256(
+        f"{_VERSION}|{_device_key()}|{batch}|{llm.engine}|{plan!r}".encode()
+    ).hexdigest()[:24]
     path = cache_home() / "costs" / f"{key}.json"
     try:
         kept = json.loads(path.read_text())

@@ -1,7 +1,9 @@
-"""Prefill, the speculative round, and the driver that repeats it: pure functions of (plan, params, state).
+"""Prefill, the speculative round, and the driver that repeats it: pure functions of (plan, params,
+state).
 
-Plain decoding is the round with budget 1, so both go through the same code. Nothing here talks to the host; the
-streaming and the whole-generation driver are one program, `run_rounds`, called with few or many rounds.
+Plain decoding is the round with budget 1, so both go through the same code. Nothing here talks to
+the host; the streaming and the whole-generation driver are one program, `run_rounds`, called with
+few or many rounds.
 """
 
 from __future__ import annotations
@@ -19,7 +21,15 @@ from jetspec_jax.drafting import draft_tree, extend_context
 from jetspec_jax.models.decoder import forward_block, head_logits
 from jetspec_jax.plan import RoundPlan
 from jetspec_jax.sampling import choose, greedy
-from jetspec_jax.state import LENGTH, RUNNING, STOPPED, Counters, DecodeState, EngineParams, RoundOut
+from jetspec_jax.state import (
+    LENGTH,
+    RUNNING,
+    STOPPED,
+    Counters,
+    DecodeState,
+    EngineParams,
+    RoundOut,
+)
 from jetspec_jax.stop import REASON_STOP, truncate_at_stop
 from jetspec_jax.tree import accept, ancestor_mask, prune
 from jetspec_jax.tree.topology import Tree
@@ -33,14 +43,17 @@ def _rows_at(buffer: Array, start: Array, count: int) -> Array:
 
 def _write_at(buffer: Array, rows: Array, start: Array) -> Array:
     """buffer [B, S] with rows [B, T] written at start [B]."""
-    return jax.vmap(lambda row, new, s: lax.dynamic_update_slice(row, new, (s,)))(buffer, rows, start)
+    return jax.vmap(lambda row, new, s: lax.dynamic_update_slice(row, new, (s,)))(
+        buffer, rows, start
+    )
 
 
 def prefill(plan: RoundPlan, params: EngineParams, state: DecodeState) -> DecodeState:
     """Computes the keys of all committed ids but the last, in chunks of `plan.prefill_chunk` rows.
 
-    Sequences that are complete (`cached == committed - 1`) take part as idle rows: what they write lands above
-    their live keys. So a batch can admit a prompt while others wait, with the same program.
+    Sequences that are complete (`cached == committed - 1`) take part as idle rows: what they write
+    lands above their live keys. So a batch can admit a prompt while others wait, with the same
+    program.
     """
     rows = plan.prefill_chunk
     target_end = state.committed - 1
@@ -48,13 +61,23 @@ def prefill(plan: RoundPlan, params: EngineParams, state: DecodeState) -> Decode
     causal = jnp.tril(jnp.ones((rows, rows), bool))
     mask = jnp.broadcast_to(causal[None], (state.tokens.shape[0], rows, rows))
 
-    def step(_: Array, carry: tuple[Array, KVCache, KVCache | None]) -> tuple[Array, KVCache, KVCache | None]:
+    def step(
+        _: Array, carry: tuple[Array, KVCache, KVCache | None]
+    ) -> tuple[Array, KVCache, KVCache | None]:
         cached, cache, context = carry
         positions = cached[:, None] + lax.iota(jnp.int32, rows)[None]
         out = forward_block(
-            params.target, plan.model, _rows_at(state.tokens, cached, rows), positions, cache.k, cache.v, cached,
-            mask, taps=plan.taps, numerics=plan.numerics,
-        )  # fmt: skip
+            params.target,
+            plan.model,
+            _rows_at(state.tokens, cached, rows),
+            positions,
+            cache.k,
+            cache.v,
+            cached,
+            mask,
+            taps=plan.taps,
+            numerics=plan.numerics,
+        )
         cache = append(cache, out.new_k, out.new_v, after(cached, out.hidden))
         if context is not None:
             context = extend_context(plan, params, context, out.taps, positions, cached)
@@ -67,7 +90,9 @@ def prefill(plan: RoundPlan, params: EngineParams, state: DecodeState) -> Decode
 
 @flax.struct.dataclass
 class _Verified:
-    """What verification of any budget hands to commit: only rows of the accepted path, P = D + 1."""
+    """What verification of any budget hands to commit: only rows of the accepted path, P = D +
+    1.
+    """
 
     path: Array  # [B, P]
     accepted: Array  # [B]
@@ -85,8 +110,12 @@ def _pad_rows(x: Array, rows: int, value: int | float | bool) -> Array:
     return jnp.pad(x, ((0, 0), (0, rows - x.shape[1])), constant_values=value)
 
 
-def verify(plan: RoundPlan, params: EngineParams, state: DecodeState, tree: Tree, nodes: int) -> _Verified:
-    """One target forward over the first `nodes` nodes of each sequence's tree, and the walk along its choices."""
+def verify(
+    plan: RoundPlan, params: EngineParams, state: DecodeState, tree: Tree, nodes: int
+) -> _Verified:
+    """One target forward over the first `nodes` nodes of each sequence's tree, and the walk along
+    its choices.
+    """
     tree = prune(tree, nodes)
     rows = max(nodes, plan.pad_rows)
     positions = state.cached[:, None] + tree.depth
@@ -97,9 +126,17 @@ def verify(plan: RoundPlan, params: EngineParams, state: DecodeState, tree: Tree
         wide = jnp.broadcast_to(jnp.eye(rows, dtype=bool)[None], (token.shape[0], rows, rows))
         mask = wide.at[:, :nodes, :nodes].set(mask)
     out = forward_block(
-        params.target, plan.model, token, positions, state.cache.k, state.cache.v, state.cached, mask,
-        taps=plan.taps, numerics=plan.numerics,
-    )  # fmt: skip
+        params.target,
+        plan.model,
+        token,
+        positions,
+        state.cache.k,
+        state.cache.v,
+        state.cached,
+        mask,
+        taps=plan.taps,
+        numerics=plan.numerics,
+    )
     logits = head_logits(params.target, out.hidden)[:, :nodes]
     # a choice after the node at position p is the token at position p + 1
     if plan.sampled:
@@ -123,17 +160,25 @@ def verify(plan: RoundPlan, params: EngineParams, state: DecodeState, tree: Tree
         emitted=emitted,
         path_k=gather_rows(out.new_k, result.path),
         path_v=gather_rows(out.new_v, result.path),
-        taps=None if out.taps is None else jnp.take_along_axis(out.taps, result.path[:, :, None, None], axis=1),
+        taps=None
+        if out.taps is None
+        else jnp.take_along_axis(out.taps, result.path[:, :, None, None], axis=1),
         logprob=logprob,
         top_ids=top_ids,
         top_logprobs=top_logprobs,
     )
 
 
-def spec_round(plan: RoundPlan, params: EngineParams, state: DecodeState) -> tuple[DecodeState, RoundOut]:
-    """Draft, tree, verify, accept, commit: one round of every running sequence (algorithm.md section 1)."""
+def spec_round(
+    plan: RoundPlan, params: EngineParams, state: DecodeState
+) -> tuple[DecodeState, RoundOut]:
+    """Draft, tree, verify, accept, commit: one round of every running sequence (algorithm.md
+    section 1).
+    """
     active = state.status == RUNNING
-    draft_now = jnp.asarray(plan.drafts) & (state.control.cooldown == 0) & jnp.any(active & state.speculate)
+    draft_now = (
+        jnp.asarray(plan.drafts) & (state.control.cooldown == 0) & jnp.any(active & state.speculate)
+    )
     tree = draft_tree(plan, params, state, draft_now)
     costs: policy.Costs = params.costs
     if len(plan.budgets) > 1:
@@ -147,9 +192,13 @@ def spec_round(plan: RoundPlan, params: EngineParams, state: DecodeState) -> tup
     budget = jnp.asarray(plan.budgets, jnp.int32)[index]
 
     room = state.limit - state.committed
-    count, finished, reason = truncate_at_stop(done.emitted, done.accepted + 1, state.stop_ids, room)
+    count, finished, reason = truncate_at_stop(
+        done.emitted, done.accepted + 1, state.stop_ids, room
+    )
     count = jnp.where(active, count, 0)
-    status = jnp.where(active & finished, jnp.where(reason == REASON_STOP, STOPPED, LENGTH), state.status)
+    status = jnp.where(
+        active & finished, jnp.where(reason == REASON_STOP, STOPPED, LENGTH), state.status
+    )
 
     # Rows past the accepted path land above the live keys and are overwritten by the next round.
     cache = append(state.cache, done.path_k, done.path_v, state.cached)
@@ -164,7 +213,12 @@ def spec_round(plan: RoundPlan, params: EngineParams, state: DecodeState) -> tup
     if len(plan.budgets) > 1:
         spent = costs.verify[index] + jnp.where(draft_now, costs.draft, 0.0)
         control = policy.update(
-            control, draft_now, jnp.where(active, done.accepted + 1, 0).sum(), active.sum(), spent, costs.verify[0]
+            control,
+            draft_now,
+            jnp.where(active, done.accepted + 1, 0).sum(),
+            active.sum(),
+            spent,
+            costs.verify[0],
         )
     new_state = state.replace(
         tokens=_write_at(state.tokens, done.emitted, state.committed),
@@ -178,13 +232,27 @@ def spec_round(plan: RoundPlan, params: EngineParams, state: DecodeState) -> tup
         control=control,
     )
     out = RoundOut(
-        tree, done.path, done.accepted, done.emitted, count, budget, done.logprob, done.top_ids, done.top_logprobs
+        tree,
+        done.path,
+        done.accepted,
+        done.emitted,
+        count,
+        budget,
+        done.logprob,
+        done.top_ids,
+        done.top_logprobs,
     )
     return new_state, out
 
 
 def _count(
-    counters: Counters, tree: Tree, done: _Verified, active: Array, index: Array, budget: Array, drafted: Array
+    counters: Counters,
+    tree: Tree,
+    done: _Verified,
+    active: Array,
+    index: Array,
+    budget: Array,
+    drafted: Array,
 ) -> Counters:
     """Counters after a round, before stop and length cuts."""
     one = active.astype(jnp.int32)
@@ -192,15 +260,19 @@ def _count(
     inside = lax.iota(jnp.int32, tree.token.shape[1])[None] < budget
     return Counters(
         rounds=counters.rounds + one,
-        accepted=counters.accepted + one[:, None] * (depths[None] == done.accepted[:, None]).astype(jnp.int32),
+        accepted=counters.accepted
+        + one[:, None] * (depths[None] == done.accepted[:, None]).astype(jnp.int32),
         had_node=counters.had_node + one[:, None] * done.had_node.astype(jnp.int32),
         nodes=counters.nodes + one * (tree.valid & inside).astype(jnp.int32).sum(1),
-        budget=counters.budget + (lax.iota(jnp.int32, counters.budget.shape[0]) == index).astype(jnp.int32),
+        budget=counters.budget
+        + (lax.iota(jnp.int32, counters.budget.shape[0]) == index).astype(jnp.int32),
         drafts=counters.drafts + drafted.astype(jnp.int32),
     )
 
 
-def run_rounds(plan: RoundPlan, params: EngineParams, state: DecodeState, max_rounds: Array) -> DecodeState:
+def run_rounds(
+    plan: RoundPlan, params: EngineParams, state: DecodeState, max_rounds: Array
+) -> DecodeState:
     """Rounds until every sequence has ended or `max_rounds` (int32 []) are done.
 
     Whole generation: a large `max_rounds`. Streaming: a small one, then the host reads the new ids.

@@ -1,4 +1,6 @@
-"""From the state to a tree: the draft head, prompt lookup, both merged, or nothing, behind one function."""
+"""From the state to a tree: the draft head, prompt lookup, both merged, or nothing, behind one
+function.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,29 @@ from jetspec_jax.models.decoder import embed_tokens
 from jetspec_jax.plan import RoundPlan
 from jetspec_jax.sampling import position_key, token_noise
 from jetspec_jax.state import RUNNING, DecodeState, EngineParams
-from jetspec_jax.tree import Candidates, Chains, Tree, build_tree, lookup_candidates, lookup_tree, merge
+from jetspec_jax.tree import (
+    Candidates,
+    Chains,
+    Tree,
+    build_tree,
+    lookup_candidates,
+    lookup_tree,
+    merge,
+)
 from jetspec_jax.tree.topology import padded_root
 from jetspec_jax.typing import Array
 
 
 def extend_context(
-    plan: RoundPlan, params: EngineParams, context: KVCache, taps: Array, positions: Array, start: Array
+    plan: RoundPlan,
+    params: EngineParams,
+    context: KVCache,
+    taps: Array,
+    positions: Array,
+    start: Array,
 ) -> KVCache:
-    """Drafter context of newly committed rows: fuse the taps [B, T, n, H], project, append at `start` [B].
+    """Drafter context of newly committed rows: fuse the taps [B, T, n, H], project, append at
+    `start` [B].
 
     Only new rows are projected; the published fast path recomputes the whole context every round.
     """
@@ -45,7 +61,8 @@ def draft_tree(plan: RoundPlan, params: EngineParams, state: DecodeState, draft_
 
     if not plan.drafts:
         return nothing()
-    # A round commits up to depth + 1 tokens, so the last depth that can still be delivered is room - 1.
+    # A round commits up to depth + 1 tokens, so the last depth that can still be delivered is room
+    # - 1.
     room = state.limit - state.committed
     drafting = state.speculate & (state.status == RUNNING)
     max_depth = jnp.where(drafting, jnp.clip(room - 1, 0, plan.depth), 0)
@@ -53,13 +70,15 @@ def draft_tree(plan: RoundPlan, params: EngineParams, state: DecodeState, draft_
     def draft() -> Tree:
         spec = plan.spec
         if spec.drafter == SCRIPTED:
-            return jax.vmap(lambda t, n, a, m: lookup_tree(_script(params, t, n, plan.depth), a, nodes, m))(
-                state.tokens, state.committed, anchor, max_depth
-            )
+            return jax.vmap(
+                lambda t, n, a, m: lookup_tree(_script(params, t, n, plan.depth), a, nodes, m)
+            )(state.tokens, state.committed, anchor, max_depth)
         if plan.uses_head:
             cands = _head_candidates(plan, params, state, anchor)
             tree = jax.vmap(
-                lambda c, a, m: build_tree(c, a, builder=spec.builder, budget=nodes, max_depth=m, spec=spec)
+                lambda c, a, m: build_tree(
+                    c, a, builder=spec.builder, budget=nodes, max_depth=m, spec=spec
+                )
             )(cands, anchor, max_depth)
             if spec.drafter == "head":
                 return tree
@@ -79,36 +98,64 @@ def _script(params: EngineParams, tokens: Array, committed: Array, depth: int) -
     """Test double: the continuations written down for the prompt that begins with `tokens[0]`."""
     rows = lax.dynamic_slice_in_dim(params.script[tokens[0]], committed, depth, axis=1)  # [R, D]
     valid = jnp.cumprod((rows >= 0).astype(jnp.int32), axis=1).astype(bool)
-    # earlier continuations first, and none so unlikely that a budget would drop its last node before another's first
+    # earlier continuations first, and none so unlikely that a budget would drop its last node
+    # before another's first
     order = -0.01 * (1 + jnp.arange(rows.shape[0], dtype=jnp.float32))[:, None]
-    return Chains(jnp.where(valid, rows, 0), jnp.where(valid, jnp.broadcast_to(order, rows.shape), -jnp.inf), valid)
+    return Chains(
+        jnp.where(valid, rows, 0),
+        jnp.where(valid, jnp.broadcast_to(order, rows.shape), -jnp.inf),
+        valid,
+    )
 
 
-def _head_candidates(plan: RoundPlan, params: EngineParams, state: DecodeState, anchor: Array) -> Candidates:
-    """One causal parallel forward of the head on [anchor, MASK, ...] -> candidates per depth, leaves [B, D, ...]."""
+def _head_candidates(
+    plan: RoundPlan, params: EngineParams, state: DecodeState, anchor: Array
+) -> Candidates:
+    """One causal parallel forward of the head on [anchor, MASK, ...] -> candidates per depth,
+    leaves [B, D, ...].
+    """
     head = plan.head
     block = drafter.block_inputs(head, anchor[:, None], state.cached[:, None])
     embeds = embed_tokens(params.target, block.tokens)
     hidden = drafter.draft_block(
-        params.draft, head, embeds, block.positions, state.context.k, state.context.v, state.cached[:, None],
+        params.draft,
+        head,
+        embeds,
+        block.positions,
+        state.context.k,
+        state.context.v,
+        state.cached[:, None],
         chunk=plan.numerics.attention_chunk,
-    )  # fmt: skip
+    )
     logits = drafter.draft_scores(params.draft, head, params.draft_lm, hidden[:, 0, : plan.depth])
+
     def one(row: Array, anchor: Array, t: Array | None, noise: Array | None) -> Candidates:
         return drafter.candidates(
-            params.draft, head, row, anchor, params.draft_ids, plan.spec.width, temperature=t, noise=noise
+            params.draft,
+            head,
+            row,
+            anchor,
+            params.draft_ids,
+            plan.spec.width,
+            temperature=t,
+            noise=noise,
         )
 
     if not plan.sampled:
         return jax.vmap(lambda row, a: one(row, a, None, None))(logits, anchor)
-    return jax.vmap(one)(logits, anchor, state.sampling.temperature, _target_noise(plan, params, state, logits.shape))
+    return jax.vmap(one)(
+        logits, anchor, state.sampling.temperature, _target_noise(plan, params, state, logits.shape)
+    )
 
 
-def _target_noise(plan: RoundPlan, params: EngineParams, state: DecodeState, shape: tuple[int, ...]) -> Array:
-    """The target's own Gumbel noise of the drafted positions at the draft vocabulary's ids, [B, D, Vd].
+def _target_noise(
+    plan: RoundPlan, params: EngineParams, state: DecodeState, shape: tuple[int, ...]
+) -> Array:
+    """The target's own Gumbel noise of the drafted positions at the draft vocabulary's ids, [B, D,
+    Vd].
 
-    Ranking with it keeps acceptance high at T > 0: the target will choose argmax(warped logits + noise). Zero for
-    greedy sequences.
+    Ranking with it keeps acceptance high at T > 0: the target will choose argmax(warped logits +
+    noise). Zero for greedy sequences.
     """
     ids = params.draft_ids
     if ids is None:
@@ -121,6 +168,10 @@ def _target_noise(plan: RoundPlan, params: EngineParams, state: DecodeState, sha
         return jax.vmap(lambda key: token_noise(key, ids))(keys)
 
     def draw() -> Array:
-        return jnp.where((sampling.temperature > 0)[:, None, None], jax.vmap(row)(sampling.seed, state.cached), 0.0)
+        return jnp.where(
+            (sampling.temperature > 0)[:, None, None],
+            jax.vmap(row)(sampling.seed, state.cached),
+            0.0,
+        )
 
     return lax.cond(jnp.any(sampling.temperature > 0), draw, lambda: jnp.zeros(shape, jnp.float32))

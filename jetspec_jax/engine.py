@@ -14,7 +14,14 @@ import numpy as np
 
 from jetspec_jax import costs
 from jetspec_jax.cache import KVCache, alloc
-from jetspec_jax.config import SCRIPTED, DraftConfig, EngineConfig, ModelConfig, SamplingParams, SpecConfig
+from jetspec_jax.config import (
+    SCRIPTED,
+    DraftConfig,
+    EngineConfig,
+    ModelConfig,
+    SamplingParams,
+    SpecConfig,
+)
 from jetspec_jax.errors import ConfigError, InputError
 from jetspec_jax.loading import Head, Target, bundled_head_path, load_head, load_target
 from jetspec_jax.models.decoder import Numerics
@@ -27,12 +34,14 @@ from jetspec_jax.results import GenerationResult, StreamChunk, Timings
 from jetspec_jax.session import MAX_STOP_IDS, Session, new_state
 from jetspec_jax.state import RUNNING, EngineParams
 
-# Node counts that the automatic budget chooses from, by the kernels in use: a native verify of 16 rows costs less
-# than two plain steps, XLA's more.
+# Node counts that the automatic budget chooses from, by the kernels in use: a native verify of 16
+# rows costs less than two plain steps, XLA's more.
 AUTO_BUDGETS = {"cpu": (1, 4, 8, 16), "xla": (1, 4, 8)}
 LOOKUP_DEPTH = 8  # drafted tokens per round where no head sets the depth
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_ALL_ROUNDS = 64  # rounds per call of the whole-generation driver: an interrupt is seen between calls
+_ALL_ROUNDS = (
+    64  # rounds per call of the whole-generation driver: an interrupt is seen between calls
+)
 _REFILL_ROUNDS = 8  # while prompts wait for a slot
 _SLACK = 64  # cache slots above the capacity, enough for the writes of any plan
 
@@ -44,7 +53,8 @@ class LLM:
 
     Args:
         model: directory, GGUF file or hub id; None: the bundled SmolLM2-135M-Instruct.
-        draft: directory of a draft head, "none", or None: the bundled head if the model is the bundled one.
+        draft: directory of a draft head, "none", or None: the bundled head if the model is the
+            bundled one.
         spec: default speculation settings.
         engine: sizes and numerics.
         progress: gets one line per slow step (loading, compiling).
@@ -54,23 +64,37 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | Path | None = None, draft: str | Path | None = None, *, spec: SpecConfig | None = None,
-        engine: EngineConfig | None = None, progress: Callable[[str], None] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: str | Path | None = None,
+        draft: str | Path | None = None,
+        *,
+        spec: SpecConfig | None = None,
+        engine: EngineConfig | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
         started = time.perf_counter()
         engine, say = engine or EngineConfig(), progress or (lambda _: None)
         target = load_target(model, engine, say)
         if draft is None and target.bundled:
             draft = bundled_head_path()
-        head = load_head(draft, target, engine, say) if draft is not None and str(draft) != "none" else None
+        head = (
+            load_head(draft, target, engine, say)
+            if draft is not None and str(draft) != "none"
+            else None
+        )
         self._setup(target, head, spec, engine, say)
         self.load_s = time.perf_counter() - started
 
     @classmethod
     def from_parts(
-        cls, target: Target, head: Head | None = None, *, spec: SpecConfig | None = None,
-        engine: EngineConfig | None = None, progress: Callable[[str], None] | None = None,
-    ) -> LLM:  # fmt: skip
+        cls,
+        target: Target,
+        head: Head | None = None,
+        *,
+        spec: SpecConfig | None = None,
+        engine: EngineConfig | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> LLM:
         """An engine from parts that are loaded already (tests, training)."""
         self = cls.__new__(cls)
         self._setup(target, head, spec, engine or EngineConfig(), progress or (lambda _: None))
@@ -78,9 +102,13 @@ class LLM:
         return self
 
     def _setup(
-        self, target: Target, head: Head | None, spec: SpecConfig | None, engine: EngineConfig,
+        self,
+        target: Target,
+        head: Head | None,
+        spec: SpecConfig | None,
+        engine: EngineConfig,
         say: Callable[[str], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         use_compilation_cache()
         if engine.capacity > target.config.max_context:
             engine = dataclasses.replace(engine, capacity=target.config.max_context)
@@ -91,11 +119,13 @@ class LLM:
         self.programs = Programs(say)
         self._caches: dict[tuple[str, int], KVCache] = {}
         self._costs: dict[tuple[RoundPlan, int], Costs] = {}
-        self.probed: dict[tuple[int, ...], ProbeReport] = {}  # with bitwise numerics: what was found, by budgets
+        self.probed: dict[
+            tuple[int, ...], ProbeReport
+        ] = {}  # with bitwise numerics: what was found, by budgets
         self.script: Any = None  # see EngineParams; set by testing.script
         self.spec = self.resolve(spec or SpecConfig())
 
-    # ---- settings -----------------------------------------------------------------------------------------------
+    # ---- settings --------------------------------------------------------------------------------
 
     def resolve(self, spec: SpecConfig) -> SpecConfig:
         """Fills what `spec` leaves open, and refuses what cannot be honoured.
@@ -109,26 +139,41 @@ class LLM:
             drafter = "none"
         if drafter in ("head", "hybrid") and head is None:
             raise ConfigError(
-                f"drafter {drafter!r} needs a draft head and none is loaded; give --draft DIR or --drafter lookup"
+                f"drafter {drafter!r} needs a draft head and none is loaded; give --draft DIR or"
+                " --drafter lookup"
             )
         if spec.mode == "chain" and spec.builder not in ("exact", "chain"):
-            raise ConfigError(f"mode 'chain' and builder {spec.builder!r} contradict each other; drop one of them")
+            raise ConfigError(
+                f"mode 'chain' and builder {spec.builder!r} contradict each other; drop one of them"
+            )
         if drafter == SCRIPTED and self.script is None:
-            raise ConfigError("drafter 'scripted' is a test double; choose head, lookup, hybrid or none")
+            raise ConfigError(
+                "drafter 'scripted' is a test double; choose head, lookup, hybrid or none"
+            )
         if spec.depth is not None and spec.depth >= _SLACK:
-            raise ConfigError(f"depth={spec.depth} is more than a round can write; give at most {_SLACK - 1}")
+            raise ConfigError(
+                f"depth={spec.depth} is more than a round can write; give at most {_SLACK - 1}"
+            )
         if head is None or drafter not in ("head", "hybrid"):
             return dataclasses.replace(
-                spec, drafter=drafter, depth=spec.depth or LOOKUP_DEPTH,
+                spec,
+                drafter=drafter,
+                depth=spec.depth or LOOKUP_DEPTH,
                 builder="chain" if spec.mode == "chain" else spec.builder,
-            )  # fmt: skip
+            )
         depth = spec.depth or head.depth
         if depth > head.depth:
-            raise ConfigError(f"depth={depth} is more than the draft head's {head.depth}; give at most {head.depth}")
+            raise ConfigError(
+                f"depth={depth} is more than the draft head's {head.depth}; give at most"
+                f" {head.depth}"
+            )
         return dataclasses.replace(
-            spec, drafter=drafter, depth=depth, width=min(spec.width, head.head_vocab_size),
+            spec,
+            drafter=drafter,
+            depth=depth,
+            width=min(spec.width, head.head_vocab_size),
             builder="chain" if spec.mode == "chain" else spec.builder,
-        )  # fmt: skip
+        )
 
     def budgets(self, spec: SpecConfig) -> tuple[int, ...]:
         """Node counts, root included, that rounds under a resolved `spec` may verify."""
@@ -144,7 +189,9 @@ class LLM:
         return (*(b for b in steps if b < most), most)
 
     def plan_for(self, spec: SpecConfig, sampling: Sequence[SamplingParams] = ()) -> RoundPlan:
-        """The static part of the programs that a resolved `spec` runs for requests with these settings."""
+        """The static part of the programs that a resolved `spec` runs for requests with these
+        settings.
+        """
         logprobs = [s.logprobs for s in sampling if s.logprobs is not None]
         native = self._target.kernels == "cpu"
         bitwise = self.engine.numerics == "bitwise"
@@ -154,11 +201,13 @@ class LLM:
             spec=spec,
             budgets=self.budgets(spec),
             depth=(spec.depth or 0) if spec.enabled else 0,
-            # XLA's row bits change with the number of rows: every forward of this engine then has as many rows
-            # as its largest tree, plain decoding included
+            # XLA's row bits change with the number of rows: every forward of this engine then has
+            # as many rows as its largest tree, plain decoding included
             pad_rows=self.budgets(self.spec)[-1] if bitwise and not native else 1,
             prefill_chunk=self.engine.prefill_chunk,
-            numerics=Numerics(bitwise=bitwise, native=native, attention_chunk=self.engine.attention_chunk),
+            numerics=Numerics(
+                bitwise=bitwise, native=native, attention_chunk=self.engine.attention_chunk
+            ),
             sampled=any(s.temperature > 0 for s in sampling),
             logprobs=max(logprobs) if logprobs else None,
         )
@@ -186,7 +235,7 @@ class LLM:
             },
         }
 
-    # ---- sessions -----------------------------------------------------------------------------------------------
+    # ---- sessions --------------------------------------------------------------------------------
 
     def _allocated(self) -> int:
         chunk = self.engine.attention_chunk
@@ -198,7 +247,9 @@ class LLM:
             return kept
         cfg: Any = self.model_config if kind == "target" else self.draft_config
         dtype = jnp.dtype(self.engine.dtype)
-        return alloc(cfg.num_layers, batch, cfg.num_kv_heads, self._allocated(), cfg.head_dim, dtype)
+        return alloc(
+            cfg.num_layers, batch, cfg.num_kv_heads, self._allocated(), cfg.head_dim, dtype
+        )
 
     def params_for(self, plan: RoundPlan, table: Costs | None = None) -> EngineParams:
         """Arrays that the programs of `plan` read."""
@@ -219,20 +270,26 @@ class LLM:
         for rows in (batch,) if batch == 1 else (batch, 1):
             context = self._take_cache("draft", rows) if plan.head is not None else None
             states.append(new_state(plan, rows, self._take_cache("target", rows), context))
-        session = Session(self.programs, plan, self.params_for(plan, table), *states, *[None] * (2 - len(states)))
+        session = Session(
+            self.programs, plan, self.params_for(plan, table), *states, *[None] * (2 - len(states))
+        )
         try:
             yield session
         finally:
             for state in session.states():
                 rows = state.tokens.shape[0]
                 if state.cache.k[0].is_deleted():
-                    continue  # a program failed after taking these buffers; the next session allocates new ones
+                    # a program failed after taking these buffers; the next session allocates new
+                    # ones
+                    continue
                 self._caches["target", rows] = state.cache
                 if state.context is not None:
                     self._caches["draft", rows] = state.context
 
     def probe(self, spec: SpecConfig | None = None) -> ProbeReport:
-        """Whether node logits equal plain decoding's, bit for bit, with the shapes that `spec` runs on this device."""
+        """Whether node logits equal plain decoding's, bit for bit, with the shapes that `spec` runs
+        on this device.
+        """
         plan = self.plan_for(self.resolve(spec) if spec is not None else self.spec)
         return probe(plan, self._target.params, dtype=jnp.dtype(self.engine.dtype))
 
@@ -240,7 +297,9 @@ class LLM:
         """Measured costs of `plan`'s budgets; None where there is nothing to choose."""
         if self.engine.numerics == "bitwise" and plan.drafts and plan.budgets not in self.probed:
             self._say("probing row invariance ...")
-            report = self.probed[plan.budgets] = probe(plan, self._target.params, dtype=jnp.dtype(self.engine.dtype))
+            report = self.probed[plan.budgets] = probe(
+                plan, self._target.params, dtype=jnp.dtype(self.engine.dtype)
+            )
             self._say(str(report))
         if len(plan.budgets) == 1:
             return None
@@ -250,7 +309,9 @@ class LLM:
         return self._costs[key]
 
     def warmup(self, batch: int = 1, spec: SpecConfig | None = None) -> float:
-        """Compiles what `generate` with this batch needs and measures its costs; returns seconds of compilation."""
+        """Compiles what `generate` with this batch needs and measures its costs; returns seconds of
+        compilation.
+        """
         before = self.programs.seconds
         plan = self.plan_for(self.resolve(spec) if spec is not None else self.spec)
         batch = _bucket(batch)
@@ -264,9 +325,11 @@ class LLM:
         plan = self.plan_for(self.resolve(spec) if spec is not None else self.spec)
         return costs.measure(self, plan, _bucket(batch))
 
-    # ---- requests -----------------------------------------------------------------------------------------------
+    # ---- requests --------------------------------------------------------------------------------
 
-    def _request(self, prompt: str | Sequence[int] | Messages, sampling: SamplingParams, trace: bool) -> Request:
+    def _request(
+        self, prompt: str | Sequence[int] | Messages, sampling: SamplingParams, trace: bool
+    ) -> Request:
         ids = self.encode(prompt)
         check_prompt(ids, self.model_config.vocab_size, self.engine.capacity)
         ends = () if sampling.ignore_eos else self.model_config.eos_ids
@@ -277,7 +340,9 @@ class LLM:
         return Request(ids, sampling, self.tokenizer, stop_ids, limit, [] if trace else None)
 
     def encode(self, prompt: str | Sequence[int] | Messages) -> list[int]:
-        """Token ids of a text, of chat messages (through the model's template), or of ids as they are."""
+        """Token ids of a text, of chat messages (through the model's template), or of ids as they
+        are.
+        """
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise InputError("the prompt is empty; give some text")
@@ -288,9 +353,13 @@ class LLM:
         return [int(i) for i in items]
 
     def generate(
-        self, prompts: str | Sequence[Any], sampling: SamplingParams | Sequence[SamplingParams] | None = None, *,
-        spec: SpecConfig | None = None, trace: bool = False,
-    ) -> list[GenerationResult]:  # fmt: skip
+        self,
+        prompts: str | Sequence[Any],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        spec: SpecConfig | None = None,
+        trace: bool = False,
+    ) -> list[GenerationResult]:
         """Completes one prompt or many (texts or token ids), in batches, in order.
 
         Args:
@@ -302,16 +371,25 @@ class LLM:
         Raises:
             InputError: a prompt that cannot be served; nothing has been generated then.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
+        single = isinstance(prompts, str) or (
+            len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))
+        )
         items = [prompts] if single else list(prompts)
         return self._run(items, sampling, spec, trace)
 
     def chat(
-        self, messages: Sequence[Any], sampling: SamplingParams | Sequence[SamplingParams] | None = None, *,
-        system: str | None = None, template_kwargs: dict[str, Any] | None = None, spec: SpecConfig | None = None,
+        self,
+        messages: Sequence[Any],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        system: str | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+        spec: SpecConfig | None = None,
         trace: bool = False,
-    ) -> list[GenerationResult]:  # fmt: skip
-        """Answers one conversation (a list of messages) or many, through the model's chat template."""
+    ) -> list[GenerationResult]:
+        """Answers one conversation (a list of messages) or many, through the model's chat
+        template.
+        """
         if not messages:
             raise InputError("messages are empty; give at least one message")
         many = [messages] if isinstance(messages[0], dict) else list(messages)
@@ -319,12 +397,19 @@ class LLM:
         return self._run(ids, sampling, spec, trace)
 
     def stream(
-        self, prompt: str | Sequence[int] | Messages, sampling: SamplingParams | None = None, *,
-        spec: SpecConfig | None = None, trace: bool = False,
-    ) -> Iterator[StreamChunk]:  # fmt: skip
-        """One prompt (text, ids or chat messages), a chunk per round; the last chunk carries the result."""
+        self,
+        prompt: str | Sequence[int] | Messages,
+        sampling: SamplingParams | None = None,
+        *,
+        spec: SpecConfig | None = None,
+        trace: bool = False,
+    ) -> Iterator[StreamChunk]:
+        """One prompt (text, ids or chat messages), a chunk per round; the last chunk carries the
+        result.
+        """
         request = self._request(prompt, sampling or SamplingParams(), trace)
-        # not a generator itself: a request that cannot be served is refused here, not at the first chunk
+        # not a generator itself: a request that cannot be served is refused here, not at the first
+        # chunk
         return self._stream(request, self.resolve(spec) if spec is not None else self.spec)
 
     def _stream(self, request: Request, spec: SpecConfig) -> Iterator[StreamChunk]:
@@ -342,22 +427,39 @@ class LLM:
                 done = request.finish_reason is not None
                 result = None
                 if done:
-                    timings = Timings(self.load_s, compile_s, session.prefill_s, session.decode_s, first)
+                    timings = Timings(
+                        self.load_s, compile_s, session.prefill_s, session.decode_s, first
+                    )
                     result = request.result(timings, session.stats(0))
                 start = len(request.ids) - new
                 yield StreamChunk(
-                    text, tuple(request.ids[start:]), tuple(request.accepted[start:]), session.rounds, done, result
+                    text,
+                    tuple(request.ids[start:]),
+                    tuple(request.accepted[start:]),
+                    session.rounds,
+                    done,
+                    result,
                 )
 
     def _run(
-        self, prompts: list[Any], sampling: SamplingParams | Sequence[SamplingParams] | None, spec: SpecConfig | None,
+        self,
+        prompts: list[Any],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        spec: SpecConfig | None,
         trace: bool,
-    ) -> list[GenerationResult]:  # fmt: skip
+    ) -> list[GenerationResult]:
         if not prompts:
             raise InputError("no prompts; give at least one")
-        each = list(sampling) if isinstance(sampling, Sequence) else [sampling or SamplingParams()] * len(prompts)
+        each = (
+            list(sampling)
+            if isinstance(sampling, Sequence)
+            else [sampling or SamplingParams()] * len(prompts)
+        )
         if len(each) != len(prompts):
-            raise InputError(f"{len(each)} sampling settings for {len(prompts)} prompts; give one, or one per prompt")
+            raise InputError(
+                f"{len(each)} sampling settings for {len(prompts)} prompts; give one, or one per"
+                " prompt"
+            )
         requests = [self._request(p, s, trace) for p, s in zip(prompts, each, strict=True)]
         resolved = self.resolve(spec) if spec is not None else self.spec
         plan = self.plan_for(resolved, each)
@@ -368,7 +470,8 @@ class LLM:
         slots: list[int | None] = [None] * batch
         queue = iter(range(len(requests)))
         with self.session(plan, batch, table) as session:
-            # both where both are asked for: once the detailed requests have ended, the rest runs without
+            # both where both are asked for: once the detailed requests have ended, the rest runs
+            # without
             for details in sorted({_details(r) for r in requests}):
                 session.compile(details=details)
             compile_s = self.programs.seconds - compiled
@@ -398,9 +501,12 @@ class LLM:
                     ttft.setdefault(index, spent)
                     if requests[index].finish_reason is not None:
                         timings = Timings(
-                            self.load_s, compile_s, session.prefill_s - prefill_0, session.decode_s - decode_0,
+                            self.load_s,
+                            compile_s,
+                            session.prefill_s - prefill_0,
+                            session.decode_s - decode_0,
                             ttft[index],
-                        )  # fmt: skip
+                        )
                         results[index] = requests[index].result(timings, session.stats(slot))
                         slots[slot] = None
         return [r for r in results if r is not None]
@@ -417,11 +523,17 @@ def _details(request: Request) -> bool:
 
 
 def _admit(session: Session, slot: int, request: Request, spec: SpecConfig) -> None:
-    session.admit(slot, request.prompt, request.limit, request.stop_ids, request.sampling, spec.enabled)
+    session.admit(
+        slot, request.prompt, request.limit, request.stop_ids, request.sampling, spec.enabled
+    )
 
 
-def _advance(session: Session, slots: Sequence[Request | None], rounds: int) -> list[tuple[str, int]]:
-    """Runs rounds and hands their ids to the requests; per slot the new text and the number of new ids."""
+def _advance(
+    session: Session, slots: Sequence[Request | None], rounds: int
+) -> list[tuple[str, int]]:
+    """Runs rounds and hands their ids to the requests; per slot the new text and the number of new
+    ids.
+    """
     live = [r for r in slots if r is not None]
     details = any(_details(r) for r in live)
     out = None
@@ -442,7 +554,9 @@ def _advance(session: Session, slots: Sequence[Request | None], rounds: int) -> 
         if out is not None:
             if request.sampling.logprobs is not None:
                 k = request.sampling.logprobs
-                logprob, top_ids, top = (np.asarray(x)[slot] for x in (out.logprob, out.top_ids, out.top_logprobs))
+                logprob, top_ids, top = (
+                    np.asarray(x)[slot] for x in (out.logprob, out.top_ids, out.top_logprobs)
+                )
                 request.add_logprobs(logprob, top_ids[:, :k], top[:, :k], before)
             if request.trace is not None:
                 request.trace.append(round_trace(out, slot))

@@ -2,19 +2,25 @@
 
 
 class JetSpecError(Exception):
-    """Base class: the command line prints the message without a traceback and exits with `exit_code`."""
+    """Base class: the command line prints the message without a traceback and exits with
+    `exit_code`.
+    """
 
     exit_code = 1
 
 
 class ConfigError(JetSpecError):
-    """A configuration key or value that cannot be honoured (unknown key, out of range, bad combination)."""
+    """A configuration key or value that cannot be honoured (unknown key, out of range, bad
+    combination).
+    """
 
     exit_code = 2
 
 
 class InputError(JetSpecError):
-    """A request that cannot be served (empty prompt, prompt longer than the context, max_tokens=0)."""
+    """A request that cannot be served (empty prompt, prompt longer than the context,
+    max_tokens=0).
+    """
 
 
 class ModelFileError(JetSpecError):

@@ -1,4 +1,6 @@
-"""From files to what a decode program needs: target parameters in their kernel's layout, tokenizer, geometry."""
+"""From files to what a decode program needs: target parameters in their kernel's layout, tokenizer,
+geometry.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from jetspec_jax.config import DraftConfig, EngineConfig, ModelConfig
 from jetspec_jax.errors import ModelFileError
 from jetspec_jax.models import decoder
 from jetspec_jax.models.spec import WeightSpec
-from jetspec_jax.text import Tokenizer, load_tokenizer
 from jetspec_jax.numerics import take_rows
+from jetspec_jax.text import Tokenizer, load_tokenizer
 from jetspec_jax.typing import Array, Params, PyTree
 from jetspec_jax.weights import bundled_model_path, load_params, open_source, resolve_model
 from pallas_kernels import row_invariant_matmul as rim
@@ -48,7 +50,9 @@ class Head:
     path: Path
     config: DraftConfig
     params: Params
-    lm_rows: PyTree  # [Vd, H], packed or not; the target's own array where the vocabulary is not reduced
+    lm_rows: (
+        PyTree  # [Vd, H], packed or not; the target's own array where the vocabulary is not reduced
+    )
     ids: Array | None  # [Vd] int32 target ids of those rows; None: the whole vocabulary
 
     @property
@@ -57,7 +61,9 @@ class Head:
         return sum(x.nbytes for x in jax.tree.leaves(self.params))
 
 
-def weight_transform(engine: EngineConfig) -> tuple[Callable[[str, WeightSpec, np.ndarray], Any] | None, str]:
+def weight_transform(
+    engine: EngineConfig,
+) -> tuple[Callable[[str, WeightSpec, np.ndarray], Any] | None, str]:
     """The repacking of projections for `engine.kernels`, and what will run ("cpu" or "xla")."""
     if engine.dtype != "float32":
         return None, "xla"
@@ -72,7 +78,9 @@ def weight_transform(engine: EngineConfig) -> tuple[Callable[[str, WeightSpec, n
 
 
 def _return_memory() -> None:
-    """Gives freed conversion buffers back to the system (glibc keeps them: 90 MB after loading the bundled model)."""
+    """Gives freed conversion buffers back to the system (glibc keeps them: 90 MB after loading the
+    bundled model).
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -93,7 +101,9 @@ def load_target(
     config = source.config()
     say(f"loading {config.name or source.path.name} from {source.path}")
     transform, kernels = weight_transform(engine)
-    params = load_params(source, decoder.declare(config), jnp.dtype(engine.dtype), transform=transform)
+    params = load_params(
+        source, decoder.declare(config), jnp.dtype(engine.dtype), transform=transform
+    )
     _return_memory()
     return Target(source.path, config, params, load_tokenizer(source.path), kernels, model is None)
 
@@ -106,12 +116,17 @@ def bundled_head_path() -> Path:
     """
     path = Path(__file__).with_name("assets") / "smollm2-135m-draft"
     if not (path / "config.json").is_file():
-        raise ModelFileError(f"the bundled draft head is missing at {path}; reinstall, or run with --draft none")
+        raise ModelFileError(
+            f"the bundled draft head is missing at {path}; reinstall, or run with --draft none"
+        )
     return path
 
 
 def load_head(
-    path: str | Path, target: Target, engine: EngineConfig, progress: Callable[[str], None] | None = None
+    path: str | Path,
+    target: Target,
+    engine: EngineConfig,
+    progress: Callable[[str], None] | None = None,
 ) -> Head:
     """Read a draft head for `target` and gather the LM-head rows that it scores.
 
@@ -125,8 +140,12 @@ def load_head(
     return make_head(folder, loaded.config, loaded.params, loaded.id_map, target)
 
 
-def make_head(path: Path, config: DraftConfig, params: Params, id_map: np.ndarray | None, target: Target) -> Head:
-    """A `Head` from its parts: gathers, and packs for the target's kernels, the LM-head rows of the id map."""
+def make_head(
+    path: Path, config: DraftConfig, params: Params, id_map: np.ndarray | None, target: Target
+) -> Head:
+    """A `Head` from its parts: gathers, and packs for the target's kernels, the LM-head rows of the
+    id map.
+    """
     whole = decoder.lm_head_weight(target.params)
     if id_map is None:
         return Head(path, config, params, whole, None)

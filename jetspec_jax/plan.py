@@ -16,14 +16,15 @@ class RoundPlan:
         model: target geometry.
         head: draft head geometry; None when there is no head (its context is then not kept).
         spec: resolved speculation settings (drafter, builder, width, lookup).
-        budgets: node counts (root included) that a round may verify, ascending; (1,) is plain decoding.
+        budgets: node counts (root included) that a round may verify, ascending; (1,) is plain
+            decoding.
         depth: longest path below the root, D; 0 for plain decoding.
-        pad_rows: rows every forward is padded to (bitwise numerics: plain and tree rounds then run the same
-            shapes); 1 = no padding.
+        pad_rows: rows every forward is padded to (bitwise numerics: plain and tree rounds then run
+            the same shapes); 1 = no padding.
         prefill_chunk: rows per prefill step.
         numerics: fast or bitwise.
-        sampled: some sequence may have a temperature above 0; a greedy-only program is traced and compiled in half
-            the time.
+        sampled: some sequence may have a temperature above 0; a greedy-only program is traced and
+            compiled in half the time.
         logprobs: how many alternatives per token a round reports; None = none at all.
     """
 

@@ -1,10 +1,10 @@
 """How many nodes to verify, round by round, on the device.
 
-The tree's nodes are sorted by path log-probability, so its first n nodes are the best tree of n nodes and
-1 + sum exp(score) over them is the drafter's own estimate of the tokens a round commits (algorithm.md section 4).
-A round takes the budget with the most expected tokens per unit of measured time; where drafting has not paid
-lately it pauses, for 4 rounds at first, twice as long each time it fails again. Tokens do not depend on any of
-this: every choice is lossless.
+The tree's nodes are sorted by path log-probability, so its first n nodes are the best tree of n
+nodes and 1 + sum exp(score) over them is the drafter's own estimate of the tokens a round commits
+(algorithm.md section 4). A round takes the budget with the most expected tokens per unit of
+measured time; where drafting has not paid lately it pauses, for 4 rounds at first, twice as long
+each time it fails again. Tokens do not depend on any of this: every choice is lossless.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class Costs:
     draft: Array  # [] float32, draft and tree
 
 
-def choose_budget(scores: Array, valid: Array, active: Array, budgets: tuple[int, ...], costs: Costs) -> Array:
+def choose_budget(
+    scores: Array, valid: Array, active: Array, budgets: tuple[int, ...], costs: Costs
+) -> Array:
     """Index of the budget to verify, int32 [].
 
     Args:
@@ -44,7 +46,9 @@ def choose_budget(scores: Array, valid: Array, active: Array, budgets: tuple[int
     return jnp.argmax(expected / (costs.draft + costs.verify)).astype(jnp.int32)
 
 
-def update(control: Control, drafted: Array, committed: Array, active: Array, spent: Array, plain: Array) -> Control:
+def update(
+    control: Control, drafted: Array, committed: Array, active: Array, spent: Array, plain: Array
+) -> Control:
     """Control after a round.
 
     Args:
@@ -55,7 +59,9 @@ def update(control: Control, drafted: Array, committed: Array, active: Array, sp
         spent: [] float32 cost of the round, plain: [] cost of a plain round, in plain steps.
     """
     # plain rounds would have needed `committed / active` steps for the same tokens
-    saved = committed.astype(jnp.float32) / jnp.maximum(active, 1).astype(jnp.float32) * plain - spent
+    saved = (
+        committed.astype(jnp.float32) / jnp.maximum(active, 1).astype(jnp.float32) * plain - spent
+    )
     gain = jnp.where(drafted, _DECAY * control.gain + (1 - _DECAY) * saved, control.gain)
     failed = drafted & (gain < 0)
     cooldown = jnp.where(failed, control.pause, jnp.maximum(control.cooldown - 1, 0))
@@ -63,4 +69,8 @@ def update(control: Control, drafted: Array, committed: Array, active: Array, sp
     pause = jnp.where(failed, longer, jnp.where(drafted & (saved > 0), FIRST_PAUSE, control.pause))
     # after a pause one round decides anew
     gain = jnp.where(failed, 0.0, gain)
-    return Control(gain, lax.convert_element_type(cooldown, jnp.int32), lax.convert_element_type(pause, jnp.int32))
+    return Control(
+        gain,
+        lax.convert_element_type(cooldown, jnp.int32),
+        lax.convert_element_type(pause, jnp.int32),
+    )

@@ -20,12 +20,16 @@ from jetspec_jax.typing import Array
 
 
 def cache_home() -> Path:
-    """The user's cache folder for compiled programs, kernels and measured costs (XDG base directories)."""
+    """The user's cache folder for compiled programs, kernels and measured costs (XDG base
+    directories).
+    """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jetspec-jax"
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs on disk, so that a second start skips XLA. A directory set by the caller wins."""
+    """Keeps compiled programs on disk, so that a second start skips XLA. A directory set by the
+    caller wins.
+    """
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_home() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
@@ -49,7 +53,9 @@ def insert(state: DecodeState, one: DecodeState, slot: Array) -> DecodeState:
 
 
 class Programs:
-    """Ahead-of-time compiled `prefill`, `rounds`, `step` (one round with its details) and `insert`."""
+    """Ahead-of-time compiled `prefill`, `rounds`, `step` (one round with its details) and
+    `insert`.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -60,12 +66,16 @@ class Programs:
         return len(self._compiled)
 
     def get(self, name: str, plan: RoundPlan, batch: int, *args: Any) -> Any:
-        """The program `name` for these arguments' shapes; compiled at the first call (said, and timed)."""
+        """The program `name` for these arguments' shapes; compiled at the first call (said, and
+        timed).
+        """
         key = (name, plan, batch)
         found = self._compiled.get(key)
         if found is None:
             started = time.perf_counter()
-            self._say(f"compiling {name} (batch {batch}, budgets {'/'.join(map(str, plan.budgets))}) ...")
+            self._say(
+                f"compiling {name} (batch {batch}, budgets {'/'.join(map(str, plan.budgets))}) ..."
+            )
             found = self._functions(name, plan).lower(*args).compile()
             self._compiled[key] = found
             self.seconds += time.perf_counter() - started

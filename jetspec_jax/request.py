@@ -26,7 +26,9 @@ def check_prompt(ids: list[int], vocab: int, capacity: int) -> None:
         raise InputError("the prompt is empty; give at least one token")
     bad = next((i for i in ids if not 0 <= i < vocab), None)
     if bad is not None:
-        raise InputError(f"prompt token id {bad} is outside the vocabulary of {vocab}; check the tokenizer")
+        raise InputError(
+            f"prompt token id {bad} is outside the vocabulary of {vocab}; check the tokenizer"
+        )
     if len(ids) >= capacity:
         raise InputError(
             f"the prompt has {len(ids)} tokens, but the context holds {capacity} with the answer; "
@@ -89,10 +91,16 @@ class Request:
         self.text += out
         return out
 
-    def add_logprobs(self, logprob: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray, first: int) -> None:
-        """Log-probabilities of the ids from index `first` on: [P], [P, k], [P, k] of the round that made them."""
+    def add_logprobs(
+        self, logprob: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray, first: int
+    ) -> None:
+        """Log-probabilities of the ids from index `first` on: [P], [P, k], [P, k] of the round that
+        made them.
+        """
         for i, token in enumerate(self.ids[first:]):
-            top = tuple((int(t), float(p)) for t, p in zip(top_ids[i], top_logprobs[i], strict=True))
+            top = tuple(
+                (int(t), float(p)) for t, p in zip(top_ids[i], top_logprobs[i], strict=True)
+            )
             self.logprobs.append(TokenLogprobs(token, float(logprob[i]), top))
 
     def result(self, timings: Timings, stats: SpecStats) -> GenerationResult:
@@ -116,8 +124,14 @@ def round_trace(out: Any, slot: int) -> RoundTrace:
     tree = out.tree
     valid = np.asarray(tree.valid[slot])[: int(out.budget)]
     path = np.asarray(out.path[slot])[: int(out.accepted[slot]) + 1]
-    # valid slots come first in every builder's order, so cutting the rest keeps parent indices right
+    # valid slots come first in every builder's order, so cutting the rest keeps parent indices
+    # right
     count = int(valid.sum())
-    rows = {k: np.asarray(getattr(tree, k)[slot])[:count] for k in ("token", "parent", "depth", "score", "source")}
+    rows = {
+        k: np.asarray(getattr(tree, k)[slot])[:count]
+        for k in ("token", "parent", "depth", "score", "source")
+    }
     emitted = tuple(int(t) for t in np.asarray(out.emitted[slot])[: len(path)])
-    return RoundTrace(**rows, path=tuple(int(i) for i in path), emitted=emitted, budget=int(out.budget))
+    return RoundTrace(
+        **rows, path=tuple(int(i) for i in path), emitted=emitted, budget=int(out.budget)
+    )

@@ -11,7 +11,9 @@ from jetspec_jax.stats import SpecStats
 
 @dataclasses.dataclass(frozen=True)
 class Timings:
-    """Seconds. `decode_s` is all rounds of the batch the sequence was in; compilation is never part of it."""
+    """Seconds. `decode_s` is all rounds of the batch the sequence was in; compilation is never part
+    of it.
+    """
 
     load_s: float = 0.0
     compile_s: float = 0.0
@@ -28,7 +30,9 @@ class Timings:
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probability (natural, of the unwarped distribution) of a token and of the best alternatives."""
+    """Log-probability (natural, of the unwarped distribution) of a token and of the best
+    alternatives.
+    """
 
     token_id: int
     logprob: float
@@ -37,7 +41,9 @@ class TokenLogprobs:
 
 @dataclasses.dataclass(frozen=True)
 class RoundTrace:
-    """One verified tree. Arrays over its nodes, the root first; `path` lists the accepted nodes from the root."""
+    """One verified tree. Arrays over its nodes, the root first; `path` lists the accepted nodes
+    from the root.
+    """
 
     token: np.ndarray
     parent: np.ndarray
@@ -56,7 +62,8 @@ class GenerationResult:
     Attributes:
         prompt_token_ids: as fed to the model.
         text: without the end token and cut before a stop string.
-        token_ids: delivered ids; a stop id or the token that completed a stop string is the last one.
+        token_ids: delivered ids; a stop id or the token that completed a stop string is the last
+            one.
         finish_reason: "stop" (end token, stop id or stop string) or "length".
         logprobs: per delivered token, when asked for.
         timings: seconds.

@@ -13,7 +13,15 @@ from jetspec_jax.config import SamplingParams
 from jetspec_jax.plan import RoundPlan
 from jetspec_jax.programs import Programs, int32
 from jetspec_jax.sampling import sampling_state
-from jetspec_jax.state import IDLE, RUNNING, DecodeState, EngineParams, RoundOut, empty_counters, fresh_control
+from jetspec_jax.state import (
+    IDLE,
+    RUNNING,
+    DecodeState,
+    EngineParams,
+    RoundOut,
+    empty_counters,
+    fresh_control,
+)
 from jetspec_jax.stats import SpecStats
 
 MAX_STOP_IDS = 16
@@ -40,12 +48,25 @@ def new_state(plan: RoundPlan, batch: int, cache: KVCache, context: KVCache | No
 
 
 class Session:
-    """B slots that run one plan. `one` is the single-sequence state in which prompts are prefilled when B > 1."""
+    """B slots that run one plan. `one` is the single-sequence state in which prompts are prefilled
+    when B > 1.
+    """
 
     def __init__(
-        self, programs: Programs, plan: RoundPlan, params: EngineParams, state: DecodeState, one: DecodeState | None
+        self,
+        programs: Programs,
+        plan: RoundPlan,
+        params: EngineParams,
+        state: DecodeState,
+        one: DecodeState | None,
     ) -> None:
-        self.programs, self.plan, self.params, self.state, self._one = programs, plan, params, state, one
+        self.programs, self.plan, self.params, self.state, self._one = (
+            programs,
+            plan,
+            params,
+            state,
+            one,
+        )
         self.batch = state.tokens.shape[0]
         self.prefill_s = self.decode_s = 0.0
         self.rounds = 0  # asked for, over all calls
@@ -64,7 +85,13 @@ class Session:
         self.programs.get(name, self.plan, self.batch, self.params, self.state, *extra)
 
     def admit(
-        self, slot: int, ids: list[int], limit: int, stop_ids: tuple[int, ...], sampling: SamplingParams, speculate: bool
+        self,
+        slot: int,
+        ids: list[int],
+        limit: int,
+        stop_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        speculate: bool,
     ) -> None:
         """Prefills a prompt and puts it into an idle slot."""
         started = time.perf_counter()
@@ -90,7 +117,9 @@ class Session:
         if self._one is None:
             self.state = ready
         else:
-            program = self.programs.get("insert", self.plan, self.batch, self.state, ready, int32(0))
+            program = self.programs.get(
+                "insert", self.plan, self.batch, self.state, ready, int32(0)
+            )
             self.state = program(self.state, ready, int32(slot))
             self._one = ready
         jax.block_until_ready(self.state.cached)
@@ -103,7 +132,9 @@ class Session:
     def run(self, rounds: int) -> None:
         """Up to `rounds` rounds on the device, fewer when every slot has ended."""
         started = time.perf_counter()
-        program = self.programs.get("rounds", self.plan, self.batch, self.params, self.state, int32(1))
+        program = self.programs.get(
+            "rounds", self.plan, self.batch, self.params, self.state, int32(1)
+        )
         self.state = program(self.params, self.state, int32(rounds))
         jax.block_until_ready(self.state.committed)
         self.rounds += rounds

@@ -19,11 +19,12 @@ class EngineParams:
     Attributes:
         target: target parameters.
         draft: draft-head parameters, None without a head.
-        draft_lm: [Vd, H] rows of the target's LM head that the drafter scores (the whole head if not reduced).
+        draft_lm: [Vd, H] rows of the target's LM head that the drafter scores (the whole head if
+            not reduced).
         draft_ids: [Vd] int32, vocabulary ids of those rows; None when not reduced.
         costs: budget costs, see `policy.Costs`.
-        script: [V, R, S] int32, only with the scripted test drafter: continuations by absolute position (-1: none)
-            of the prompt whose first id is the index.
+        script: [V, R, S] int32, only with the scripted test drafter: continuations by absolute
+            position (-1: none) of the prompt whose first id is the index.
     """
 
     target: Params
@@ -57,8 +58,9 @@ class Control:
 
 @flax.struct.dataclass
 class DecodeState:
-    """B sequences. Invariant after prefill: live keys = drafter context = committed - 1; the last committed id is
-    the anchor of the next round and has no key yet."""
+    """B sequences. Invariant after prefill: live keys = drafter context = committed - 1; the last
+    committed id is the anchor of the next round and has no key yet.
+    """
 
     tokens: Array  # [B, S] int32, ids at positions < committed; the rest is unused
     drafted: Array  # [B, S] bool, token was drafted and accepted (not a bonus, not prompt)
@@ -77,7 +79,9 @@ class DecodeState:
 
 @flax.struct.dataclass
 class RoundOut:
-    """What one round did, for streaming, traces and log-probabilities. The whole-generation driver drops it."""
+    """What one round did, for streaming, traces and log-probabilities. The whole-generation driver
+    drops it.
+    """
 
     tree: PyTree  # tree.Tree, batched
     path: Array  # [B, D + 1] node indices of the accepted path, padded with its last node
@@ -94,7 +98,14 @@ def empty_counters(batch: int, depth: int, budgets: int) -> Counters:
     def zeros(*shape: int) -> Array:
         return jnp.zeros(shape, jnp.int32)
 
-    return Counters(zeros(batch), zeros(batch, depth + 1), zeros(batch, depth), zeros(batch), zeros(budgets), zeros())
+    return Counters(
+        zeros(batch),
+        zeros(batch, depth + 1),
+        zeros(batch, depth),
+        zeros(batch),
+        zeros(budgets),
+        zeros(),
+    )
 
 
 def fresh_control() -> Control:

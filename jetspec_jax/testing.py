@@ -1,7 +1,8 @@
-"""Test doubles that ship with the package: tiny random models, a byte tokenizer, and scripted drafters.
+"""Test doubles that ship with the package: tiny random models, a byte tokenizer, and scripted
+drafters.
 
-Most tests of the engine need no trained weights: a two-layer random model speaks nonsense, deterministically, and a
-drafter that is told what to draft reaches every branch of verification.
+Most tests of the engine need no trained weights: a two-layer random model speaks nonsense,
+deterministically, and a drafter that is told what to draft reaches every branch of verification.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ import numpy as np
 import tokenizers
 
 from jetspec_jax import drafter
-from jetspec_jax.config import DraftConfig, EngineConfig, ModelConfig, RopeConfig, SamplingParams, SpecConfig
+from jetspec_jax.config import (
+    DraftConfig,
+    EngineConfig,
+    ModelConfig,
+    RopeConfig,
+    SamplingParams,
+    SpecConfig,
+)
 from jetspec_jax.engine import LLM
 from jetspec_jax.loading import Head, Target, make_head, weight_transform
 from jetspec_jax.models import decoder
@@ -32,9 +40,9 @@ VOCAB = 260  # 256 bytes, end, mask, and two that are never used
 
 
 _TEMPLATE = (
-    "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('unknown role ' + m.role) }}{% endif %}"
-    "[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+    "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}{{"
+    " raise_exception('unknown role ' + m.role) }}{% endif %}[{{ m.role }}] {{ m.content }}\n{%"
+    " endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 
 
@@ -44,7 +52,9 @@ def byte_tokenizer() -> Tokenizer:
     alphabet = {i: chr(i) for i in (*range(33, 127), *range(161, 173), *range(174, 256))}
     alphabet |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in alphabet)}
     inner = tokenizers.Tokenizer(tokenizers.models.BPE({alphabet[b]: b for b in range(256)}, []))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
     inner.decoder = tokenizers.decoders.ByteLevel()
     inner.add_special_tokens(["<eos>", "<mask>"])
     return Tokenizer(
@@ -55,13 +65,29 @@ def byte_tokenizer() -> Tokenizer:
 def tiny_config(family: str = "qwen3", **changes: Any) -> ModelConfig:
     """A two-layer model of any family over bytes."""
     values: dict[str, Any] = {
-        "family": family, "vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
-        "head_dim": 16, "ffn_size": 48, "max_context": 512, "rope": RopeConfig(theta=10_000.0),
-        "tie_embeddings": family != "qwen3", "qkv_bias": family == "qwen2", "qk_norm": family.startswith("qwen3"),
-        "eos_ids": (EOS,), "name": f"tiny-{family}",
-    }  # fmt: skip
+        "family": family,
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "ffn_size": 48,
+        "max_context": 512,
+        "rope": RopeConfig(theta=10_000.0),
+        "tie_embeddings": family != "qwen3",
+        "qkv_bias": family == "qwen2",
+        "qk_norm": family.startswith("qwen3"),
+        "eos_ids": (EOS,),
+        "name": f"tiny-{family}",
+    }
     if family == "qwen3_moe":
-        values |= {"num_experts": 4, "experts_per_token": 2, "moe_ffn_size": 24, "norm_topk_prob": True}
+        values |= {
+            "num_experts": 4,
+            "experts_per_token": 2,
+            "moe_ffn_size": 24,
+            "norm_topk_prob": True,
+        }
     return ModelConfig(**{**values, **changes})
 
 
@@ -74,37 +100,62 @@ def _params(decl: Declaration, seed: int, engine: EngineConfig, std: float) -> t
     return nest(flat), kernels
 
 
-def tiny_target(config: ModelConfig | None = None, *, seed: int = 0, engine: EngineConfig | None = None) -> Target:
-    """A random target. Its weights are large enough that greedy decoding does not fall into one loop at once."""
+def tiny_target(
+    config: ModelConfig | None = None, *, seed: int = 0, engine: EngineConfig | None = None
+) -> Target:
+    """A random target. Its weights are large enough that greedy decoding does not fall into one
+    loop at once.
+    """
     config = config or tiny_config()
     params, kernels = _params(decoder.declare(config), seed, engine or EngineConfig(), 0.3)
     return Target(Path("tiny"), config, params, byte_tokenizer(), kernels, False)
 
 
-def tiny_head(target: Target, *, seed: int = 1, engine: EngineConfig | None = None, **changes: Any) -> Head:
-    """A random draft head for a tiny target: proposes nonsense, but through every part of drafting."""
+def tiny_head(
+    target: Target, *, seed: int = 1, engine: EngineConfig | None = None, **changes: Any
+) -> Head:
+    """A random draft head for a tiny target: proposes nonsense, but through every part of
+    drafting.
+    """
     cfg = target.config
     values: dict[str, Any] = {
-        "hidden_size": cfg.hidden_size, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
-        "ffn_size": 48, "target_hidden_size": cfg.hidden_size, "num_target_layers": cfg.num_layers,
-        "target_layer_ids": (0, 1), "vocab_size": cfg.vocab_size, "mask_token_id": MASK, "block_size": 6,
-    }  # fmt: skip
+        "hidden_size": cfg.hidden_size,
+        "num_layers": 1,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "ffn_size": 48,
+        "target_hidden_size": cfg.hidden_size,
+        "num_target_layers": cfg.num_layers,
+        "target_layer_ids": (0, 1),
+        "vocab_size": cfg.vocab_size,
+        "mask_token_id": MASK,
+        "block_size": 6,
+    }
     config = DraftConfig(**{**values, **changes})
     params, _ = _params(drafter.declare(config), seed, engine or EngineConfig(), 0.3)
     ids = None
     if config.draft_vocab_size is not None:
-        ids = np.sort(np.random.default_rng(seed).permutation(cfg.vocab_size)[: config.draft_vocab_size]).astype(np.int32)
+        ids = np.sort(
+            np.random.default_rng(seed).permutation(cfg.vocab_size)[: config.draft_vocab_size]
+        ).astype(np.int32)
     return make_head(Path("tiny-head"), config, params, ids, target)
 
 
 def tiny_llm(
-    family: str = "qwen3", *, head: bool = True, spec: SpecConfig | None = None, engine: EngineConfig | None = None,
+    family: str = "qwen3",
+    *,
+    head: bool = True,
+    spec: SpecConfig | None = None,
+    engine: EngineConfig | None = None,
     **changes: Any,
-) -> LLM:  # fmt: skip
+) -> LLM:
     """An engine over a tiny random model; `changes` go to `tiny_config`."""
     engine = engine or EngineConfig(capacity=192, attention_chunk=64, prefill_chunk=32)
     target = tiny_target(tiny_config(family, **changes), engine=engine)
-    return LLM.from_parts(target, tiny_head(target, engine=engine) if head else None, spec=spec, engine=engine)
+    return LLM.from_parts(
+        target, tiny_head(target, engine=engine) if head else None, spec=spec, engine=engine
+    )
 
 
 def scripted(llm: LLM, scripts: Mapping[Sequence[int], Sequence[Sequence[int]]]) -> SpecConfig:
@@ -112,8 +163,9 @@ def scripted(llm: LLM, scripts: Mapping[Sequence[int], Sequence[Sequence[int]]])
 
     Args:
         llm: an engine; its script is replaced.
-        scripts: prompt ids -> up to 3 continuations. Prompts must differ in their first id, which selects the script.
-            Continuation ids are placed right after the prompt, by absolute position; -1 drafts nothing there.
+        scripts: prompt ids -> up to 3 continuations. Prompts must differ in their first id, which
+            selects the script. Continuation ids are placed right after the prompt, by absolute
+            position; -1 drafts nothing there.
     """
     size = llm.engine.capacity + 64
     table = np.full((llm.model_config.vocab_size, _CONTINUATIONS, size), -1, np.int32)
@@ -124,10 +176,14 @@ def scripted(llm: LLM, scripts: Mapping[Sequence[int], Sequence[Sequence[int]]])
     return SpecConfig(mode="tree", drafter="scripted", budget=8, depth=5)
 
 
-def oracle(llm: LLM, prompts: Sequence[Sequence[int]], tokens: int = 96, *, wrong: bool = False) -> SpecConfig:
+def oracle(
+    llm: LLM, prompts: Sequence[Sequence[int]], tokens: int = 96, *, wrong: bool = False
+) -> SpecConfig:
     """A drafter that says exactly what the target will say, or (`wrong`) never does."""
     plain = llm.generate(
-        list(prompts), SamplingParams(max_tokens=tokens, ignore_eos=True), spec=SpecConfig(mode="off")
+        list(prompts),
+        SamplingParams(max_tokens=tokens, ignore_eos=True),
+        spec=SpecConfig(mode="off"),
     )
     vocab = llm.model_config.vocab_size
     scripts = {

@@ -1,10 +1,12 @@
-"""Side by side with transformers on torch: same weights, same prompts, one run. Optional, not in CI.
+"""Side by side with transformers on torch: same weights, same prompts, one run. Optional, not in
+CI.
 
     python -m serve.peers --torch-python /path/to/python --limit 4 --max-tokens 128
 
-The peer runs in the given interpreter (it needs torch and transformers; torch's CPU wheels exist for other Python
-versions than ours), from a temporary Hugging Face directory with exactly our dequantised weights. Per prompt: the peer,
-our plain decoding and our speculative decoding, in turn, greedy, batch 1. Last line of stdout: JSON.
+The peer runs in the given interpreter (it needs torch and transformers; torch's CPU wheels exist
+for other Python versions than ours), from a temporary Hugging Face directory with exactly our
+dequantised weights. Per prompt: the peer, our plain decoding and our speculative decoding, in turn,
+greedy, batch 1. Last line of stdout: JSON.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ import json, sys, time
 import torch, transformers
 transformers.utils.logging.set_verbosity_error()
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
-print(json.dumps({"torch": torch.__version__, "transformers": transformers.__version__,
-                  "threads": torch.get_num_threads()}), flush=True)
+versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+print(json.dumps(versions | {"threads": torch.get_num_threads()}), flush=True)
 for line in sys.stdin:
     job = json.loads(line)
     ids = torch.tensor([job["ids"]])
@@ -46,10 +48,12 @@ for line in sys.stdin:
         model(ids[:, :-1])
         prefill = time.perf_counter() - began
         began = time.perf_counter()
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
-                             max_new_tokens=job["max_tokens"], min_new_tokens=job["max_tokens"])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
+            max_new_tokens=job["max_tokens"], min_new_tokens=job["max_tokens"])
         seconds = time.perf_counter() - began
-    print(json.dumps({"ids": out[0, ids.shape[1]:].tolist(), "decode_s": seconds - prefill}), flush=True)
+    answer = {"ids": out[0, ids.shape[1]:].tolist(), "decode_s": seconds - prefill}
+    print(json.dumps(answer), flush=True)
 """
 
 
@@ -58,17 +62,29 @@ def write_reference(folder: Path) -> ModelConfig:
     source = open_source(bundled_model_path())
     cfg = source.config()
     save_file(
-        {n: np.asarray(source.read(n), np.float32) for n in source.names()}, str(folder / "model.safetensors"),
+        {n: np.asarray(source.read(n), np.float32) for n in source.names()},
+        str(folder / "model.safetensors"),
         metadata={"format": "pt"},
-    )  # fmt: skip
+    )
     values = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": cfg.vocab_size,
-        "hidden_size": cfg.hidden_size, "intermediate_size": cfg.ffn_size, "num_hidden_layers": cfg.num_layers,
-        "num_attention_heads": cfg.num_heads, "num_key_value_heads": cfg.num_kv_heads, "head_dim": cfg.head_dim,
-        "rms_norm_eps": cfg.rms_eps, "rope_theta": cfg.rope.theta, "max_position_embeddings": cfg.max_context,
-        "tie_word_embeddings": cfg.tie_embeddings, "eos_token_id": list(cfg.eos_ids), "bos_token_id": cfg.bos_id,
-        "hidden_act": "silu", "torch_dtype": "float32",
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": cfg.vocab_size,
+        "hidden_size": cfg.hidden_size,
+        "intermediate_size": cfg.ffn_size,
+        "num_hidden_layers": cfg.num_layers,
+        "num_attention_heads": cfg.num_heads,
+        "num_key_value_heads": cfg.num_kv_heads,
+        "head_dim": cfg.head_dim,
+        "rms_norm_eps": cfg.rms_eps,
+        "rope_theta": cfg.rope.theta,
+        "max_position_embeddings": cfg.max_context,
+        "tie_word_embeddings": cfg.tie_embeddings,
+        "eos_token_id": list(cfg.eos_ids),
+        "bos_token_id": cfg.bos_id,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+    }
     (folder / "config.json").write_text(json.dumps(values))
     return cfg
 
@@ -91,8 +107,7 @@ class Peer:
         self.versions = self._read()
 
     def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._process.stdout.readline()  # type: ignore[union-attr]  # PIPE above
         if not line:
             raise ModelFileError(
                 "the peer process ended; does --torch-python have torch and transformers?"
@@ -100,9 +115,8 @@ class Peer:
         return json.loads(line)
 
     def generate(self, ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"ids": list(ids), "max_tokens": max_tokens}) + "\n")
-        self._process.stdin.flush()
+        job = json.dumps({"ids": list(ids), "max_tokens": max_tokens})
+        print(job, file=self._process.stdin, flush=True)
         return self._read()
 
     def close(self) -> None:
@@ -140,11 +154,19 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             peer.close()
     median = {k: statistics.median(v) for k, v in rates.items()}
     return {
-        "prompts": len(suite.prompts), "max_tokens": args.max_tokens, "tokens_identical": same == len(suite.prompts),
+        "prompts": len(suite.prompts),
+        "max_tokens": args.max_tokens,
+        "tokens_identical": same == len(suite.prompts),
         "tok_s": {k: round(v, 2) for k, v in median.items()},
-        "vs_transformers": {k: round(median[k] / median["transformers"], 3) for k in ("plain", "speculative")},
-        "peer": peer.versions, "hardware": hardware(), "dtype": "float32", "batch": 1, "temperature": 0.0,
-    }  # fmt: skip
+        "vs_transformers": {
+            k: round(median[k] / median["transformers"], 3) for k in ("plain", "speculative")
+        },
+        "peer": peer.versions,
+        "hardware": hardware(),
+        "dtype": "float32",
+        "batch": 1,
+        "temperature": 0.0,
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,6 @@
-"""Conversation prompts from our own templates: writing, role-play, explanation, reasoning, extraction, opinion."""
+"""Conversation prompts from our own templates: writing, role-play, explanation, reasoning,
+extraction, opinion.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Arithmetic word problems, made up procedurally (our own text; no evaluation suite is read here)."""
+"""Arithmetic word problems, made up procedurally (our own text; no evaluation suite is read
+here).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Coding prompts: functions of Python's standard library, and small procedural tasks with computed examples.
+"""Coding prompts: functions of Python's standard library, and small procedural tasks with computed
+examples.
 
-Only signatures and docstrings of the running interpreter's own library are read (with `ast`, nothing is imported);
-nothing of them is stored in the repository.
+Only signatures and docstrings of the running interpreter's own library are read (with `ast`,
+nothing is imported); nothing of them is stored in the repository.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ _READ = (
     "Write unit tests for this function:\n\n```python\n{code}\n```",
     "Rewrite this function so that it is easier to read:\n\n```python\n{code}\n```",
 )
-# Docstrings start with an imperative ("Return the ..."); a sentence needs the third person ("returns the ...").
+# Docstrings start with an imperative ("Return the ..."); a sentence needs the third person
+# ("returns the ...").
 _VERB = re.compile(r"^([A-Z][a-z]+)\b(?!')")
 _IRREGULAR = {"Do": "does", "Be": "is", "Have": "has", "Go": "goes"}
 
@@ -71,7 +73,9 @@ class Function(NamedTuple):
 
 
 def third_person(sentence: str) -> str | None:
-    """ "Return the sum." -> "returns the sum"; None when the sentence does not start with an imperative."""
+    """ "Return the sum." -> "returns the sum"; None when the sentence does not start with an
+    imperative.
+    """
     match = _VERB.match(sentence)
     if match is None:
         return None
@@ -115,7 +119,8 @@ def _functions_of(path: Path, root: Path) -> Iterator[Function]:
         args = ast.unparse(node.args)
         args = re.sub(r"^(self|cls)(, )?(/(, )?)?", "", args)
         returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-        # The segment starts at `def`, not at the line's first column: pad it, so that dedent sees one indentation.
+        # The segment starts at `def`, not at the line's first column: pad it, so that dedent sees
+        # one indentation.
         code = textwrap.dedent(" " * node.col_offset + (ast.get_source_segment(text, node) or ""))
         yield Function(
             str(path.relative_to(root)),
@@ -129,7 +134,9 @@ def _functions_of(path: Path, root: Path) -> Iterator[Function]:
 
 @functools.cache
 def library_functions() -> tuple[Function, ...]:
-    """Documented public functions of the standard library, in file order (deterministic per interpreter)."""
+    """Documented public functions of the standard library, in file order (deterministic per
+    interpreter).
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     found: list[Function] = []
     seen: set[str] = set()
@@ -145,7 +152,9 @@ def library_functions() -> tuple[Function, ...]:
 
 
 def library_prompt(rng: random.Random) -> str | None:
-    """One prompt about a random library function, or None when the drawn phrasing does not fit it."""
+    """One prompt about a random library function, or None when the drawn phrasing does not fit
+    it.
+    """
     function = rng.choice(library_functions())
     kind = rng.random()
     if kind < 0.5:
@@ -169,7 +178,7 @@ def library_prompt(rng: random.Random) -> str | None:
     return rng.choice(_READ).format(code=function.code)
 
 
-# ---- procedural tasks: condition x change x summary over small inputs, with examples computed by running them ----
+# ---- procedural tasks: condition x change x summary over small inputs, with examples computed by r
 
 _KEEP: tuple[tuple[str, str, Callable[[int], bool]], ...] = (
     ("even", "even numbers", lambda x: x % 2 == 0),
@@ -309,7 +318,9 @@ def _text_task(rng: random.Random) -> tuple[str, str, str, list[tuple[str, Any]]
 
 
 def procedural_prompt(rng: random.Random) -> str:
-    """A small coding task: a stub with a docstring and computed examples, a sentence, a class or an algorithm."""
+    """A small coding task: a stub with a docstring and computed examples, a sentence, a class or an
+    algorithm.
+    """
     kind = rng.random()
     if kind < 0.1:
         return rng.choice(_CLASS_ASKS).format(x=rng.choice(_CLASSES))
@@ -319,8 +330,14 @@ def procedural_prompt(rng: random.Random) -> str:
     if kind < 0.45:
         does = doc[0].lower() + doc[1:].rstrip(".")
         does = does.removeprefix("given a list of integers, return ")
-        ask = rng.choice(("Write a Python function for this task: {}.", "Please write Python code for this: {}.",
-                          "How can I compute the following in Python? {}.", "Python: {}."))  # fmt: skip
+        ask = rng.choice(
+            (
+                "Write a Python function for this task: {}.",
+                "Please write Python code for this: {}.",
+                "How can I compute the following in Python? {}.",
+                "Python: {}.",
+            )
+        )
         text = ask.format(
             ("from a list of integers, compute " if "numbers:" in signature else "") + does
         )

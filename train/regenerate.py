@@ -1,11 +1,13 @@
-"""Answers written by the target itself, with the features that a draft head reads: the training data.
+"""Answers written by the target itself, with the features that a draft head reads: the training
+data.
 
     python -m train.regenerate --out .cache/regen/smollm2 --prompts 20000 --max-seconds 3600
 
-Continuous batching over a fixed number of slots: a finished sequence leaves, the next prompt is prefilled alone and
-its keys are copied into the free slot. While an answer is written, the tapped hidden states and the final hidden
-state of every token are kept, so no second forward is needed to train. Shards are written atomically; a run goes on
-where the last one ended, and every prompt is accounted for: done + skipped + failed = input.
+Continuous batching over a fixed number of slots: a finished sequence leaves, the next prompt is
+prefilled alone and its keys are copied into the free slot. While an answer is written, the tapped
+hidden states and the final hidden state of every token are kept, so no second forward is needed to
+train. Shards are written atomically; a run goes on where the last one ended, and every prompt is
+accounted for: done + skipped + failed = input.
 """
 
 from __future__ import annotations
@@ -73,23 +75,43 @@ def _features(out: Any) -> Array:
 
 
 def prefill_chunk(
-    model: ModelConfig, cfg: RegenConfig, params: Params, cache: KVCache, tokens: Array, start: Array
+    model: ModelConfig,
+    cfg: RegenConfig,
+    params: Params,
+    cache: KVCache,
+    tokens: Array,
+    start: Array,
 ) -> tuple[KVCache, Array]:
-    """Keys and features of `_CHUNK` prompt tokens [1, _CHUNK] from position `start` [1] of one sequence."""
+    """Keys and features of `_CHUNK` prompt tokens [1, _CHUNK] from position `start` [1] of one
+    sequence.
+    """
     rows = tokens.shape[1]
     mask = jnp.tril(jnp.ones((rows, rows), bool))[None]
     positions = start[:, None] + lax.iota(jnp.int32, rows)[None]
     out = forward_block(
-        params, model, tokens, positions, cache.k, cache.v, start, mask, taps=cfg.taps, numerics=cfg.numerics
+        params,
+        model,
+        tokens,
+        positions,
+        cache.k,
+        cache.v,
+        start,
+        mask,
+        taps=cfg.taps,
+        numerics=cfg.numerics,
     )
     return append(cache, out.new_k, out.new_v, after(start, out.hidden)), _features(out)
 
 
-def admit(slots: Slots, one: KVCache, slot: Array, token: Array, cached: Array, sampling: SamplingState) -> Slots:
+def admit(
+    slots: Slots, one: KVCache, slot: Array, token: Array, cached: Array, sampling: SamplingState
+) -> Slots:
     """Copies a prefilled sequence (`one`, batch 1) into slot `slot` (int32 [])."""
 
     def place(whole: Array, part: Array) -> Array:
-        return lax.dynamic_update_slice(whole, part.astype(whole.dtype), (slot,) + (0,) * (whole.ndim - 1))
+        return lax.dynamic_update_slice(
+            whole, part.astype(whole.dtype), (slot,) + (0,) * (whole.ndim - 1)
+        )
 
     return Slots(
         cache=jax.tree.map(place, slots.cache, one),
@@ -111,9 +133,17 @@ def write_steps(
 
     def step(slots: Slots, _: None) -> tuple[Slots, tuple[Array, Array]]:
         out = forward_block(
-            params, model, slots.token[:, None], slots.cached[:, None], slots.cache.k, slots.cache.v, slots.cached,
-            mask, taps=cfg.taps, numerics=cfg.numerics,
-        )  # fmt: skip
+            params,
+            model,
+            slots.token[:, None],
+            slots.cached[:, None],
+            slots.cache.k,
+            slots.cache.v,
+            slots.cached,
+            mask,
+            taps=cfg.taps,
+            numerics=cfg.numerics,
+        )
         logits = head_logits(params, out.hidden)
         zero = jnp.zeros_like(slots.token)[:, None]
         token = choose(logits, slots.cached[:, None] + 1, zero, slots.sampling, 0)[:, 0]
@@ -139,13 +169,19 @@ class _Writing:
 
 
 class ShardWriter:
-    """Sequences to .npz shards and a manifest, atomically, with the format that `train.features` reads."""
+    """Sequences to .npz shards and a manifest, atomically, with the format that `train.features`
+    reads.
+    """
 
     def __init__(self, out: Path, per_shard: int = 64) -> None:
         self.out, self.per_shard, self.pending = out, per_shard, []
         out.mkdir(parents=True, exist_ok=True)
         self.manifest = out / "manifest.jsonl"
-        self.lines = [json.loads(x) for x in self.manifest.read_text().splitlines()] if self.manifest.exists() else []
+        self.lines = (
+            [json.loads(x) for x in self.manifest.read_text().splitlines()]
+            if self.manifest.exists()
+            else []
+        )
         self.seen = {i for line in self.lines for i in line["ids"]}
 
     @property
@@ -168,7 +204,9 @@ class ShardWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Writes pending sequences as one shard: the file first, then the manifest line that makes it count."""
+        """Writes pending sequences as one shard: the file first, then the manifest line that makes
+        it count.
+        """
         if not self.pending:
             return
         longest = max(len(s.ids) for s in self.pending)
@@ -187,23 +225,30 @@ class ShardWriter:
         part = self.out / (name + ".part")
         with part.open("wb") as file:
             np.savez(
-                file, tokens=tokens, taps=taps, final=final,
+                file,
+                tokens=tokens,
+                taps=taps,
+                final=final,
                 length=np.asarray([len(s.ids) for s in self.pending], np.int32),
                 prompt_len=np.asarray([s.prompt_len for s in self.pending], np.int32),
-            )  # fmt: skip
+            )
         part.rename(self.out / name)
         self._append(
             {
-                "verdict": "done", "shard": name, "ids": [s.prompt_id for s in self.pending],
+                "verdict": "done",
+                "shard": name,
+                "ids": [s.prompt_id for s in self.pending],
                 "sources": [s.source for s in self.pending],
                 "answer_tokens": sum(len(s.ids) - s.prompt_len for s in self.pending),
-            }  # fmt: skip
+            }
         )
         self.pending = []
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 class Regenerator:
@@ -213,36 +258,58 @@ class Regenerator:
         self.target, self.cfg = target, cfg
         model = target.config
         dtype = jnp.float32
-        self._alloc = functools.partial(alloc, model.num_layers, heads=model.num_kv_heads, allocated=cfg.allocated,
-                                        head_dim=model.head_dim, dtype=dtype)  # fmt: skip
+        self._alloc = functools.partial(
+            alloc,
+            model.num_layers,
+            heads=model.num_kv_heads,
+            allocated=cfg.allocated,
+            head_dim=model.head_dim,
+            dtype=dtype,
+        )
         self._prefill = jax.jit(functools.partial(prefill_chunk, model, cfg), donate_argnums=(1,))
         self._admit = jax.jit(admit, donate_argnums=(0,))
         self._steps = jax.jit(functools.partial(write_steps, model, cfg), donate_argnums=(1,))
         self.one = self._alloc(batch=1)
         idle = np.zeros((cfg.slots,), np.int32)
-        self.slots = Slots(self._alloc(batch=cfg.slots), jnp.array(idle), jnp.array(idle), sampling_state([SamplingParams()] * cfg.slots))
+        self.slots = Slots(
+            self._alloc(batch=cfg.slots),
+            jnp.array(idle),
+            jnp.array(idle),
+            sampling_state([SamplingParams()] * cfg.slots),
+        )
         self.writing: list[_Writing | None] = [None] * cfg.slots
         self._prefilled: list[int] = []
         self._prefilled_features: list[np.ndarray] = []
 
-    def start(self, slot: int, prompt: dict[str, Any], ids: list[int], sampling: SamplingParams) -> None:
+    def start(
+        self, slot: int, prompt: dict[str, Any], ids: list[int], sampling: SamplingParams
+    ) -> None:
         """Prefills all prompt ids but the last and puts the sequence into `slot`."""
-        # Prompts share the template's opening: its keys are still in `one`, its features are kept beside it.
+        # Prompts share the template's opening: its keys are still in `one`, its features are kept
+        # beside it.
         done = _common_prefix(self._prefilled, ids[:-1])
         features = [np.concatenate(self._prefilled_features)[:done]] if done else []
         while done < len(ids) - 1:
             piece = ids[done : min(done + _CHUNK, len(ids) - 1)]
             row = np.zeros((1, _CHUNK), np.int32)
             row[0, : len(piece)] = piece
-            self.one, feats = self._prefill(self.target.params, self.one, row, jnp.asarray([done], jnp.int32))
+            self.one, feats = self._prefill(
+                self.target.params, self.one, row, jnp.asarray([done], jnp.int32)
+            )
             features.append(np.asarray(feats[0, : len(piece)]))
             done += len(piece)
         self._prefilled, self._prefilled_features = ids[:-1], features
         self.slots = self._admit(
-            self.slots, self.one, jnp.asarray(slot, jnp.int32), jnp.asarray(ids[-1:], jnp.int32),
-            jnp.asarray([done], jnp.int32), sampling_state([sampling]),
-        )  # fmt: skip
-        self.writing[slot] = _Writing(prompt["id"], prompt["source"], list(ids), len(ids), list(features))
+            self.slots,
+            self.one,
+            jnp.asarray(slot, jnp.int32),
+            jnp.asarray(ids[-1:], jnp.int32),
+            jnp.asarray([done], jnp.int32),
+            sampling_state([sampling]),
+        )
+        self.writing[slot] = _Writing(
+            prompt["id"], prompt["source"], list(ids), len(ids), list(features)
+        )
 
     def advance(self, stop_ids: set[int]) -> list[_Writing]:
         """Runs `_STEPS` steps; returns the sequences that ended."""
@@ -258,7 +325,7 @@ class Regenerator:
             kept = min(x for x in (stop, room, len(fresh)) if x is not None)
             seq.ids += fresh[:kept]
             seq.features.append(feats[:kept, slot])  # row i belongs to the token before fresh[i]
-            if kept == room or kept == stop:
+            if kept in (room, stop):
                 ended.append(seq)
                 self.writing[slot] = None
         return ended
@@ -266,21 +333,47 @@ class Regenerator:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Regenerates until the prompts or the time are used up; returns the accounting."""
-    target = load_target(args.model, EngineConfig(kernels=args.kernels), lambda m: print(m, file=sys.stderr, flush=True))
-    taps = tuple(args.taps) if args.taps else default_layer_ids(args.num_taps, target.config.num_layers)
-    cfg = RegenConfig(args.slots, args.max_prompt, args.max_new, taps, Numerics(native=target.kernels == "cpu", attention_chunk=128))
+    target = load_target(
+        args.model,
+        EngineConfig(kernels=args.kernels),
+        lambda m: print(m, file=sys.stderr, flush=True),
+    )
+    taps = (
+        tuple(args.taps)
+        if args.taps
+        else default_layer_ids(args.num_taps, target.config.num_layers)
+    )
+    cfg = RegenConfig(
+        args.slots,
+        args.max_prompt,
+        args.max_new,
+        taps,
+        Numerics(native=target.kernels == "cpu", attention_chunk=128),
+    )
     writer = ShardWriter(Path(args.out))
     meta = {
-        "target": target.config.name, "hidden_size": target.config.hidden_size, "taps": list(taps),
-        "vocab_size": target.config.vocab_size, "max_new": args.max_new, "prompts": args.prompts, "seed": args.seed,
-        "temperature": args.temperature, "command": " ".join(["python -m train.regenerate", *sys.argv[1:]]),
-    }  # fmt: skip
+        "target": target.config.name,
+        "hidden_size": target.config.hidden_size,
+        "taps": list(taps),
+        "vocab_size": target.config.vocab_size,
+        "max_new": args.max_new,
+        "prompts": args.prompts,
+        "seed": args.seed,
+        "temperature": args.temperature,
+        "command": " ".join(["python -m train.regenerate", *sys.argv[1:]]),
+    }
     meta_path = writer.out / "meta.json"
     if meta_path.exists():
         before = json.loads(meta_path.read_text())
-        changed = [k for k in ("target", "taps", "vocab_size", "seed", "temperature") if before[k] != meta[k]]
+        changed = [
+            k
+            for k in ("target", "taps", "vocab_size", "seed", "temperature")
+            if before[k] != meta[k]
+        ]
         if changed:
-            raise ConfigError(f"{args.out} was made with another {', '.join(changed)}; use another --out")
+            raise ConfigError(
+                f"{args.out} was made with another {', '.join(changed)}; use another --out"
+            )
     meta_path.write_text(json.dumps(meta, indent=1))
 
     prompts = training_prompts(args.prompts, args.seed)
@@ -308,7 +401,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                     bar.update()
                     continue
                 seed = int(prompt["id"][:8], 16)
-                regen.start(slot, prompt, ids, SamplingParams(temperature=args.temperature, seed=seed))
+                regen.start(
+                    slot, prompt, ids, SamplingParams(temperature=args.temperature, seed=seed)
+                )
         if stopping or not any(regen.writing) or (out_of_time and args.drop_unfinished):
             break
         for seq in regen.advance(stop_ids):
@@ -318,26 +413,41 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         bar.set_postfix(tokens=written, tok_s=f"{written / (time.monotonic() - started):.0f}")
     bar.close()
     writer.flush()
-    verdicts = {v: sum(len(x["ids"]) for x in writer.lines if x["verdict"] == v) for v in ("done", "skipped", "failed")}
+    verdicts = {
+        v: sum(len(x["ids"]) for x in writer.lines if x["verdict"] == v)
+        for v in ("done", "skipped", "failed")
+    }
     verdicts |= {"input": len(prompts), "open": len(prompts) - len(writer.seen)}
-    return {**verdicts, "answer_tokens": writer.tokens, "seconds": round(time.monotonic() - started, 1)}
+    return {
+        **verdicts,
+        "answer_tokens": writer.tokens,
+        "seconds": round(time.monotonic() - started, 1),
+    }
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="train.regenerate", description=__doc__.splitlines()[0])
     p.add_argument("--model", help="model directory or GGUF file (default: bundled)")
-    p.add_argument("--out", required=True, help="folder for shards; an earlier run there is resumed")
+    p.add_argument(
+        "--out", required=True, help="folder for shards; an earlier run there is resumed"
+    )
     p.add_argument("--prompts", type=int, default=20_000, help="how many training prompts to draw")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--slots", type=int, default=32, help="sequences written at once")
-    p.add_argument("--max-prompt", type=int, default=320, help="longer prompts are skipped (tokens)")
+    p.add_argument(
+        "--max-prompt", type=int, default=320, help="longer prompts are skipped (tokens)"
+    )
     p.add_argument("--max-new", type=int, default=224, help="longest answer (tokens)")
     p.add_argument("--temperature", type=float, default=0.0)
     p.add_argument("--num-taps", type=int, default=5, help="tapped layers, by the default formula")
     p.add_argument("--taps", type=int, nargs="*", help="tapped layers, explicitly")
     p.add_argument("--kernels", choices=KERNELS, default="auto")
     p.add_argument("--max-seconds", type=float, default=float("inf"))
-    p.add_argument("--drop-unfinished", action="store_true", help="at the time limit, do not finish open sequences")
+    p.add_argument(
+        "--drop-unfinished",
+        action="store_true",
+        help="at the time limit, do not finish open sequences",
+    )
     return p
 
 

@@ -1,6 +1,8 @@
-"""One dense decoder for Llama, Qwen2, Qwen3 and Qwen3-MoE targets, as pure functions over declared weights.
+"""One dense decoder for Llama, Qwen2, Qwen3 and Qwen3-MoE targets, as pure functions over declared
+weights.
 
-Layers are unrolled: `lax.scan` over stacked weights copies every layer on CPU (2 to 3.5 times slower, measured).
+Layers are unrolled: `lax.scan` over stacked weights copies every layer on CPU (2 to 3.5 times
+slower, measured).
 """
 
 from __future__ import annotations
@@ -66,11 +68,18 @@ class FullOut:
 
 
 def declare(cfg: ModelConfig) -> Declaration:
-    """Every weight of a target: shape, logical axes, and its tensors in a Hugging Face checkpoint."""
+    """Every weight of a target: shape, logical axes, and its tensors in a Hugging Face
+    checkpoint.
+    """
     width, decl = cfg.hidden_size, {}
 
     def matrix(
-        name: str, rows: int, cols: int, axes: tuple[str | None, str | None], *sources: str, bias: bool
+        name: str,
+        rows: int,
+        cols: int,
+        axes: tuple[str | None, str | None],
+        *sources: str,
+        bias: bool,
     ) -> None:
         weights = tuple(f"{s}.weight" for s in sources)
         decl[name] = WeightSpec((rows, cols), axes, weights, linear=True)
@@ -81,7 +90,9 @@ def declare(cfg: ModelConfig) -> Declaration:
     def norm(name: str, size: int, source: str) -> None:
         decl[name] = WeightSpec((size,), (None,), (f"{source}.weight",), init="ones")
 
-    decl["embed"] = WeightSpec((cfg.vocab_size, width), ("vocab", None), ("model.embed_tokens.weight",), linear=True)
+    decl["embed"] = WeightSpec(
+        (cfg.vocab_size, width), ("vocab", None), ("model.embed_tokens.weight",), linear=True
+    )
     if not cfg.tie_embeddings:
         matrix("lm_head", cfg.vocab_size, width, ("vocab", None), "lm_head", bias=False)
     norm("final_norm", width, "model.norm")
@@ -91,27 +102,52 @@ def declare(cfg: ModelConfig) -> Declaration:
         norm(f"{here}.attn_norm", width, f"{hf}.input_layernorm")
         norm(f"{here}.mlp_norm", width, f"{hf}.post_attention_layernorm")
         matrix(
-            f"{here}.qkv", cfg.q_width + 2 * cfg.kv_width, width, ("heads", None),
-            f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj", bias=cfg.qkv_bias,
-        )  # fmt: skip
-        matrix(f"{here}.o", width, cfg.q_width, (None, "heads"), f"{attn}.o_proj", bias=cfg.out_bias)
+            f"{here}.qkv",
+            cfg.q_width + 2 * cfg.kv_width,
+            width,
+            ("heads", None),
+            f"{attn}.q_proj",
+            f"{attn}.k_proj",
+            f"{attn}.v_proj",
+            bias=cfg.qkv_bias,
+        )
+        matrix(
+            f"{here}.o", width, cfg.q_width, (None, "heads"), f"{attn}.o_proj", bias=cfg.out_bias
+        )
         if cfg.qk_norm:
             norm(f"{here}.q_norm", cfg.head_dim, f"{attn}.q_norm")
             norm(f"{here}.k_norm", cfg.head_dim, f"{attn}.k_norm")
         mlp = f"{hf}.mlp"
         if not cfg.is_moe_layer(i):
             matrix(
-                f"{here}.gate_up", 2 * cfg.ffn_size, width, ("ffn", None),
-                f"{mlp}.gate_proj", f"{mlp}.up_proj", bias=cfg.mlp_bias,
-            )  # fmt: skip
-            matrix(f"{here}.down", width, cfg.ffn_size, (None, "ffn"), f"{mlp}.down_proj", bias=cfg.mlp_bias)
+                f"{here}.gate_up",
+                2 * cfg.ffn_size,
+                width,
+                ("ffn", None),
+                f"{mlp}.gate_proj",
+                f"{mlp}.up_proj",
+                bias=cfg.mlp_bias,
+            )
+            matrix(
+                f"{here}.down",
+                width,
+                cfg.ffn_size,
+                (None, "ffn"),
+                f"{mlp}.down_proj",
+                bias=cfg.mlp_bias,
+            )
             continue
         experts, moe_width = range(cfg.num_experts), cfg.moe_ffn_size
-        decl[f"{here}.router"] = WeightSpec((cfg.num_experts, width), (None, None), (f"{mlp}.gate.weight",))
+        decl[f"{here}.router"] = WeightSpec(
+            (cfg.num_experts, width), (None, None), (f"{mlp}.gate.weight",)
+        )
         decl[f"{here}.experts_gate_up"] = WeightSpec(
             (cfg.num_experts, 2 * moe_width, width),
             ("expert", "ffn", None),
-            tuple((f"{mlp}.experts.{e}.gate_proj.weight", f"{mlp}.experts.{e}.up_proj.weight") for e in experts),
+            tuple(
+                (f"{mlp}.experts.{e}.gate_proj.weight", f"{mlp}.experts.{e}.up_proj.weight")
+                for e in experts
+            ),
             stack=True,
         )
         decl[f"{here}.experts_down"] = WeightSpec(
@@ -145,10 +181,18 @@ def _split_heads(x: Array, heads: int) -> Array:
 
 
 def forward_block(
-    params: Params, cfg: ModelConfig, tokens: Array, positions: Array, cache_k: tuple[Array, ...],
-    cache_v: tuple[Array, ...], lengths: Array, mask: Array, *, taps: tuple[int, ...] = (),
+    params: Params,
+    cfg: ModelConfig,
+    tokens: Array,
+    positions: Array,
+    cache_k: tuple[Array, ...],
+    cache_v: tuple[Array, ...],
+    lengths: Array,
+    mask: Array,
+    *,
+    taps: tuple[int, ...] = (),
     numerics: Numerics = FAST,
-) -> BlockOut:  # fmt: skip
+) -> BlockOut:
     """One forward over T rows a sequence: a prompt chunk, one token, or all nodes of a tree.
 
     Args:
@@ -165,7 +209,19 @@ def forward_block(
     cos, sin = (t[:, None] for t in rope_tables(cfg.rope, cfg.head_dim, positions))
     new_k, new_v, tapped = [], [], {}
     for i, layer in enumerate(params["layers"]):
-        x, k, v = _layer(cfg, numerics, cfg.is_moe_layer(i), layer, x, cos, sin, cache_k[i], cache_v[i], lengths, mask)
+        x, k, v = _layer(
+            cfg,
+            numerics,
+            cfg.is_moe_layer(i),
+            layer,
+            x,
+            cos,
+            sin,
+            cache_k[i],
+            cache_v[i],
+            lengths,
+            mask,
+        )
         new_k.append(k)
         new_v.append(v)
         if i in taps:
@@ -178,9 +234,18 @@ def forward_block(
 # Under jit so that a program traces and lowers one layer, not all of them; XLA inlines the calls.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _layer(
-    cfg: ModelConfig, numerics: Numerics, is_moe: bool, p: PyTree, x: Array, cos: Array, sin: Array, cache_k: Array,
-    cache_v: Array, lengths: Array, mask: Array,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+    cfg: ModelConfig,
+    numerics: Numerics,
+    is_moe: bool,
+    p: PyTree,
+    x: Array,
+    cos: Array,
+    sin: Array,
+    cache_k: Array,
+    cache_v: Array,
+    lengths: Array,
+    mask: Array,
+) -> tuple[Array, Array, Array]:
     """One decoder layer over x [B, T, H] -> (x, keys [B, K, T, h], values)."""
     batch, rows, _ = x.shape
 
@@ -190,7 +255,10 @@ def _layer(
     h = norm(x, p["attn_norm"])
     qkv = linear(h, p["qkv"], p.get("qkv_bias"))
     q, k, v = jnp.split(qkv, [cfg.q_width, cfg.q_width + cfg.kv_width], -1)
-    q, k, v = (_split_heads(t, n) for t, n in ((q, cfg.num_heads), (k, cfg.num_kv_heads), (v, cfg.num_kv_heads)))
+    q, k, v = (
+        _split_heads(t, n)
+        for t, n in ((q, cfg.num_heads), (k, cfg.num_kv_heads), (v, cfg.num_kv_heads))
+    )
     if cfg.qk_norm:
         q, k = norm(q, p["q_norm"]), norm(k, p["k_norm"])
     q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
@@ -201,25 +269,46 @@ def _layer(
     h = norm(x, p["mlp_norm"])
     if is_moe:
         x = x + moe(
-            h, p["router"], p["experts_gate_up"], p["experts_down"],
-            top_k=cfg.experts_per_token, normalise=cfg.norm_topk_prob,
-        )  # fmt: skip
+            h,
+            p["router"],
+            p["experts_gate_up"],
+            p["experts_down"],
+            top_k=cfg.experts_per_token,
+            normalise=cfg.norm_topk_prob,
+        )
     else:
         x = x + swiglu(h, p["gate_up"], p["down"], p.get("gate_up_bias"), p.get("down_bias"))
     return x, k, v
 
 
 def forward_full(
-    params: Params, cfg: ModelConfig, tokens: Array, *, taps: tuple[int, ...] = (), numerics: Numerics = FAST
+    params: Params,
+    cfg: ModelConfig,
+    tokens: Array,
+    *,
+    taps: tuple[int, ...] = (),
+    numerics: Numerics = FAST,
 ) -> FullOut:
-    """Causal forward over whole sequences without a cache: tokens [B, T] int32 -> logits, hidden states, taps."""
+    """Causal forward over whole sequences without a cache: tokens [B, T] int32 -> logits, hidden
+    states, taps.
+    """
     batch, rows = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32)[None], tokens.shape)
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((rows, rows), bool))[None], (batch, rows, rows))
     chunk = numerics.attention_chunk
-    empty = jnp.zeros((batch, cfg.num_kv_heads, chunk, cfg.head_dim), embed_tokens(params, tokens[:1, :1]).dtype)
+    empty = jnp.zeros(
+        (batch, cfg.num_kv_heads, chunk, cfg.head_dim), embed_tokens(params, tokens[:1, :1]).dtype
+    )
     out = forward_block(
-        params, cfg, tokens, positions, (empty,) * cfg.num_layers, (empty,) * cfg.num_layers,
-        jnp.zeros((batch,), jnp.int32), mask, taps=taps, numerics=numerics,
-    )  # fmt: skip
+        params,
+        cfg,
+        tokens,
+        positions,
+        (empty,) * cfg.num_layers,
+        (empty,) * cfg.num_layers,
+        jnp.zeros((batch,), jnp.int32),
+        mask,
+        taps=taps,
+        numerics=numerics,
+    )
     return FullOut(head_logits(params, out.hidden), out.hidden, out.taps)

@@ -12,16 +12,22 @@ from jetspec_jax.typing import Array, PyTree
 def rms_norm(x: Array, weight: Array, eps: float, *, ordered: bool = False) -> Array:
     """RMSNorm over the last axis, statistics in float32; x [..., H], weight [H] -> x.dtype.
 
-    `ordered` sums the squares by halving, elementwise: an order that does not depend on the number of rows
-    (XLA's reduction does, algorithm.md section 6).
+    `ordered` sums the squares by halving, elementwise: an order that does not depend on the number
+    of rows (XLA's reduction does, algorithm.md section 6).
     """
     wide = x.astype(jnp.float32)
-    mean = ordered_sum(wide * wide) / x.shape[-1] if ordered else jnp.mean(wide * wide, -1, keepdims=True)
+    mean = (
+        ordered_sum(wide * wide) / x.shape[-1]
+        if ordered
+        else jnp.mean(wide * wide, -1, keepdims=True)
+    )
     normed = (wide * jax.lax.rsqrt(mean + eps)).astype(x.dtype)
     return normed * weight.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
-def swiglu(x: Array, gate_up: PyTree, down: PyTree, gate_up_bias: Array | None, down_bias: Array | None) -> Array:
+def swiglu(
+    x: Array, gate_up: PyTree, down: PyTree, gate_up_bias: Array | None, down_bias: Array | None
+) -> Array:
     """SwiGLU feed-forward: down(silu(gate(x)) * up(x)); gate and up are one fused projection."""
     gate, up = jnp.split(linear(x, gate_up, gate_up_bias), 2, -1)
     return linear(jax.nn.silu(gate) * up, down, down_bias)
@@ -30,10 +36,12 @@ def swiglu(x: Array, gate_up: PyTree, down: PyTree, gate_up_bias: Array | None, 
 def moe(
     x: Array, router: Array, gate_up: Array, down: Array, *, top_k: int, normalise: bool
 ) -> Array:
-    """Mixture of experts as Qwen3-MoE: softmax over all experts, the best `top_k`, optionally renormalised.
+    """Mixture of experts as Qwen3-MoE: softmax over all experts, the best `top_k`, optionally
+    renormalised.
 
-    x [..., H], router [E, H], gate_up [E, 2F, H], down [E, H, F]. A row's result is a sum over its own experts
-    in expert order, so its routing and its bits do not depend on the other rows (case 20).
+    x [..., H], router [E, H], gate_up [E, 2F, H], down [E, H, F]. A row's result is a sum over its
+    own experts in expert order, so its routing and its bits do not depend on the other rows (case
+    20).
     """
     rows = x.reshape(-1, x.shape[-1])
     probs = jax.nn.softmax(linear(rows, router).astype(jnp.float32), -1)

@@ -1,4 +1,6 @@
-"""Rotary position embedding: default, linear, llama3 and yarn scaling (Hugging Face `rope_scaling` semantics)."""
+"""Rotary position embedding: default, linear, llama3 and yarn scaling (Hugging Face `rope_scaling`
+semantics).
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,11 @@ from jetspec_jax.typing import Array
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Inverse frequencies [h/2] float32 and the factor that scales cos and sin (1.0 except for yarn).
+    """Inverse frequencies [h/2] float32 and the factor that scales cos and sin (1.0 except for
+    yarn).
 
-    Sources: RoFormer (arXiv 2104.09864) for the base form, Llama 3.1 for llama3, arXiv 2309.00071 for yarn.
+    Sources: RoFormer (arXiv 2104.09864) for the base form, Llama 3.1 for llama3, arXiv 2309.00071
+    for yarn.
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     base = (np.float32(1.0) / np.float32(rope.theta) ** exponent).astype(np.float32)
@@ -66,12 +70,16 @@ def _yarn(rope: RopeConfig, base: np.ndarray, head_dim: int) -> tuple[np.ndarray
 def rope_tables(rope: RopeConfig, head_dim: int, positions: Array) -> tuple[Array, Array]:
     """cos and sin, float32 [..., h/2], for int32 absolute `positions` [...]."""
     inv, scale = inverse_frequencies(rope, head_dim)
-    angle = jnp.expand_dims(positions.astype(jnp.float32), -1) * inv.reshape((1,) * positions.ndim + (-1,))
+    angle = jnp.expand_dims(positions.astype(jnp.float32), -1) * inv.reshape(
+        (1,) * positions.ndim + (-1,)
+    )
     return jnp.cos(angle) * scale, jnp.sin(angle) * scale
 
 
 def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotate the halves of x [..., h]; cos and sin [..., h/2] broadcast against x's leading axes (same rank)."""
+    """Rotate the halves of x [..., h]; cos and sin [..., h/2] broadcast against x's leading axes
+    (same rank).
+    """
     half = x.shape[-1] // 2
     a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)

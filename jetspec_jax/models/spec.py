@@ -1,7 +1,8 @@
 """Weights declared once: name, shape, logical axes, initialiser and where a checkpoint keeps them.
 
 Abstract shapes, random weights, shardings and checkpoint loading are all derived from one flat
-`dict[str, WeightSpec]` (style of jax-llm-examples); `nest` turns flat names into the parameter pytree.
+`dict[str, WeightSpec]` (style of jax-llm-examples); `nest` turns flat names into the parameter
+pytree.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ class WeightSpec:
     Attributes:
         shape: of the stored array. Projections are stored [out, in].
         axes: logical axis name per dimension (for shardings), None where never sharded.
-        sources: checkpoint tensor names; several are concatenated along axis 0 (fused projections), or, with
-            `stack`, stacked along a new axis 0 (experts; then each entry of `sources` may be a tuple to concatenate).
+        sources: checkpoint tensor names; several are concatenated along axis 0 (fused projections),
+            or, with `stack`, stacked along a new axis 0 (experts; then each entry of `sources` may
+            be a tuple to concatenate).
         init: "normal" (std 0.02), "ones" or "zeros".
         linear: True for a projection that the numerics layer may repack for its matmul kernel.
     """
@@ -41,7 +43,9 @@ Declaration = dict[str, WeightSpec]
 
 
 def nest(flat: Mapping[str, Any]) -> Params:
-    """{"layers.0.qkv": x, ...} -> {"layers": ({"qkv": x}, ...), ...}; numeric path parts become tuples."""
+    """{"layers.0.qkv": x, ...} -> {"layers": ({"qkv": x}, ...), ...}; numeric path parts become
+    tuples.
+    """
     root: dict[str, Any] = {}
     for name, value in flat.items():
         node = root
@@ -74,12 +78,16 @@ def flatten(params: Any, prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def init_params(decl: Declaration, key: Array, dtype: Any = jnp.float32, std: float = 0.02) -> Params:
+def init_params(
+    decl: Declaration, key: Array, dtype: Any = jnp.float32, std: float = 0.02
+) -> Params:
     """Random parameters of a declaration (tests, benchmarks, the start of training)."""
     flat = {}
     for i, (name, spec) in enumerate(decl.items()):
         if spec.init == "normal":
-            flat[name] = (std * jax.random.normal(jax.random.fold_in(key, i), spec.shape, jnp.float32)).astype(dtype)
+            flat[name] = (
+                std * jax.random.normal(jax.random.fold_in(key, i), spec.shape, jnp.float32)
+            ).astype(dtype)
         else:
             flat[name] = jnp.full(spec.shape, 1.0 if spec.init == "ones" else 0.0, dtype)
     return nest(flat)

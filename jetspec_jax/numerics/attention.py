@@ -1,13 +1,16 @@
-"""Attention of tree rows over a committed prefix (in the cache) and the rows themselves (not yet in the cache).
+"""Attention of tree rows over a committed prefix (in the cache) and the rows themselves (not yet in
+the cache).
 
-Both forms read only the live part of the cache: the loop over key chunks has a dynamic trip count, so a step
-costs the same whatever the capacity. Rows' own keys and values are a separate operand, so the cache is read-only
-during a round and written once, at commit.
+Both forms read only the live part of the cache: the loop over key chunks has a dynamic trip count,
+so a step costs the same whatever the capacity. Rows' own keys and values are a separate operand, so
+the cache is read-only during a round and written once, at commit.
 
-* `online_attention`: chunked softmax with running maximum (FlashAttention, arXiv 2205.14135). Fast form.
-* `fold_attention`: a left fold over keys in storage order in which a masked key is an exact identity
-  (algorithm.md section 6.2). Tree rows are in topological order, so a row's ancestors are folded in the order in
-  which plain decoding would fold them from the cache: the bits agree wherever an ancestor lies.
+* `online_attention`: chunked softmax with running maximum (FlashAttention, arXiv 2205.14135). Fast
+form. * `fold_attention`: a left fold over keys in storage order in which a masked key is an exact
+identity
+  (algorithm.md section 6.2). Tree rows are in topological order, so a row's ancestors are folded in
+  the order in which plain decoding would fold them from the cache: the bits agree wherever an
+  ancestor lies.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ from jax import lax
 from jetspec_jax.numerics.ordered import ordered_sum
 from jetspec_jax.typing import Array
 
-_FOLD_STEP = 8  # keys folded per loop turn: amortises the loop's overhead, does not change the order
+_FOLD_STEP = (
+    8  # keys folded per loop turn: amortises the loop's overhead, does not change the order
+)
 
 
 def _scores(q: Array, k: Array, scale: float) -> Array:
@@ -39,9 +44,17 @@ def _chunk(cache: Array, start: Array, size: int) -> Array:
 
 
 def online_attention(
-    q: Array, cache_k: Array, cache_v: Array, lengths: Array, new_k: Array, new_v: Array, mask: Array,
-    *, scale: float, chunk: int,
-) -> Array:  # fmt: skip
+    q: Array,
+    cache_k: Array,
+    cache_v: Array,
+    lengths: Array,
+    new_k: Array,
+    new_v: Array,
+    mask: Array,
+    *,
+    scale: float,
+    chunk: int,
+) -> Array:
     """Attention of R = G * T packed rows.
 
     Args:
@@ -85,13 +98,22 @@ def online_attention(
 
 
 def fold_attention(
-    q: Array, cache_k: Array, cache_v: Array, lengths: Array, new_k: Array, new_v: Array, mask: Array,
-    *, scale: float, chunk: int,
-) -> Array:  # fmt: skip
+    q: Array,
+    cache_k: Array,
+    cache_v: Array,
+    lengths: Array,
+    new_k: Array,
+    new_v: Array,
+    mask: Array,
+    *,
+    scale: float,
+    chunk: int,
+) -> Array:
     """Order-true attention; arguments and result as `online_attention`.
 
-    Three passes: scores chunk by chunk, the maximum (exact in any order), and a left fold of exp(s - max) and
-    its product with v, one key after the other. The rows' own keys are folded last, in row order.
+    Three passes: scores chunk by chunk, the maximum (exact in any order), and a left fold of exp(s
+    - max) and its product with v, one key after the other. The rows' own keys are folded last, in
+    row order.
     """
     batch, heads, group, rows, dim = q.shape
     size = cache_k.shape[2]
@@ -105,9 +127,13 @@ def fold_attention(
         start = i * chunk
         live = (start + lax.iota(jnp.int32, chunk))[None, :] < lengths[:, None]
         s = jnp.where(
-            live[:, None, None, :], _scores_rowwise(packed, _chunk(cache_k, start, chunk), scale), -jnp.inf
+            live[:, None, None, :],
+            _scores_rowwise(packed, _chunk(cache_k, start, chunk), scale),
+            -jnp.inf,
         )
-        return lax.dynamic_update_slice(scores, s, (0, 0, 0, start)), jnp.maximum(top, s.max(-1, keepdims=True))
+        return lax.dynamic_update_slice(scores, s, (0, 0, 0, start)), jnp.maximum(
+            top, s.max(-1, keepdims=True)
+        )
 
     turns = (jnp.max(lengths) + (chunk - 1)) // chunk
     scores = jnp.full((batch, heads, group * rows, size), -jnp.inf, jnp.float32)
@@ -152,7 +178,8 @@ def _pad_to(x: Array, axis: int, multiple: int, value: float) -> Array:
 def _scores_rowwise(q: Array, k: Array, scale: float) -> Array:
     """Scores whose bits do not depend on where a key lies or on how many there are.
 
-    The products over h are summed by halving: elementwise adds, an order that no matmul tiling can change.
+    The products over h are summed by halving: elementwise adds, an order that no matmul tiling can
+    change.
     """
     prod = q[:, :, :, None, :].astype(jnp.float32) * k[:, :, None, :, :].astype(jnp.float32)
     return ordered_sum(prod)[..., 0] * scale

@@ -1,4 +1,6 @@
-"""One entry for every projection: packed weights go to their kernel, plain [out, in] arrays through XLA."""
+"""One entry for every projection: packed weights go to their kernel, plain [out, in] arrays through
+XLA.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from jax import lax
 from jetspec_jax.typing import Array, PyTree
 from pallas_kernels import row_invariant_matmul as rim
 
-# Up to this many rows XLA's CPU matmul is 10 to 20% faster with the weight as its left operand (NOTES.md, 2026-11-30).
+# Up to this many rows XLA's CPU matmul is 10 to 20% faster with the weight as its left operand
+# (NOTES.md, 2026-11-30).
 _WEIGHT_FIRST_ROWS = 64
 
 

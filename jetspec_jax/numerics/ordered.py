@@ -6,9 +6,11 @@ from jetspec_jax.typing import Array
 
 
 def ordered_sum(x: Array) -> Array:
-    """Sum over the last axis (kept, size 1) by repeated halving; an odd element is carried to the next level.
+    """Sum over the last axis (kept, size 1) by repeated halving; an odd element is carried to the
+    next level.
 
-    Only elementwise additions: XLA may tile a reduction by the number of rows, but never reorders these.
+    Only elementwise additions: XLA may tile a reduction by the number of rows, but never reorders
+    these.
     """
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2

@@ -1,4 +1,6 @@
-"""Measures on the device in use whether a row's bits depend on the rows beside it (algorithm.md section 6)."""
+"""Measures on the device in use whether a row's bits depend on the rows beside it (algorithm.md
+section 6).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _PREFIX = 37  # keys in the cache before the tree: not a multiple of any chunk
 
 @dataclasses.dataclass(frozen=True)
 class ProbeReport:
-    """Per number of verified nodes: how many node logits differ in any bit from plain decoding, and by how much."""
+    """Per number of verified nodes: how many node logits differ in any bit from plain decoding, and
+    by how much.
+    """
 
     rows: dict[int, int]  # nodes -> rows that differ
     max_abs: float
@@ -30,13 +34,25 @@ class ProbeReport:
 
     def __str__(self) -> str:
         if self.invariant:
-            return f"bitwise: all node logits equal plain decoding's, for {', '.join(map(str, self.rows))} nodes"
+            return (
+                "bitwise: all node logits equal plain decoding's, for"
+                f" {', '.join(map(str, self.rows))} nodes"
+            )
         worst = ", ".join(f"{bad} of {n}" for n, bad in self.rows.items() if bad)
-        return f"not bitwise on this device: {worst} node logits differ from plain decoding's, by up to {self.max_abs:.1e}"
+        return (
+            f"not bitwise on this device: {worst} node logits differ from plain decoding's, by up"
+            f" to {self.max_abs:.1e}"
+        )
 
 
 def _forward(
-    plan: RoundPlan, params: Params, cache: KVCache, length: Array, tokens: Array, positions: Array, mask: Array
+    plan: RoundPlan,
+    params: Params,
+    cache: KVCache,
+    length: Array,
+    tokens: Array,
+    positions: Array,
+    mask: Array,
 ) -> tuple[Array, KVCache]:
     """Logits [N, V] and the cache with all N rows appended; padded as rounds pad."""
     nodes = tokens.shape[1]
@@ -44,13 +60,22 @@ def _forward(
     more = rows - nodes
     wide = jnp.eye(rows, dtype=bool).at[:nodes, :nodes].set(mask[0])[None]
     out = forward_block(
-        params, plan.model, jnp.pad(tokens, ((0, 0), (0, more))), jnp.pad(positions, ((0, 0), (0, more))),
-        cache.k, cache.v, length, wide, numerics=plan.numerics,
-    )  # fmt: skip
+        params,
+        plan.model,
+        jnp.pad(tokens, ((0, 0), (0, more))),
+        jnp.pad(positions, ((0, 0), (0, more))),
+        cache.k,
+        cache.v,
+        length,
+        wide,
+        numerics=plan.numerics,
+    )
     kept = append(
-        cache, tuple(k[:, :, :nodes] for k in out.new_k), tuple(v[:, :, :nodes] for v in out.new_v),
+        cache,
+        tuple(k[:, :, :nodes] for k in out.new_k),
+        tuple(v[:, :, :nodes] for v in out.new_v),
         after(length, out.hidden),
-    )  # fmt: skip
+    )
     return head_logits(params, out.hidden)[0, :nodes], kept
 
 
@@ -74,7 +99,10 @@ def probe(plan: RoundPlan, params: Params, *, dtype: jnp.dtype, seed: int = 0) -
         seed: of tokens and tree.
     """
     cfg, rng = plan.model, np.random.default_rng(seed)
-    size = -(-(_PREFIX + plan.budgets[-1] + 64) // plan.numerics.attention_chunk) * plan.numerics.attention_chunk
+    size = (
+        -(-(_PREFIX + plan.budgets[-1] + 64) // plan.numerics.attention_chunk)
+        * plan.numerics.attention_chunk
+    )
     # The cache is donated nowhere: each path starts from the same prefix.
     step = jax.jit(functools.partial(_forward, plan))
     cache = alloc(cfg.num_layers, 1, cfg.num_kv_heads, size, cfg.head_dim, dtype)
@@ -96,9 +124,13 @@ def probe(plan: RoundPlan, params: Params, *, dtype: jnp.dtype, seed: int = 0) -
             mask[i] |= mask[parent[i]]
         positions = _PREFIX + mask.sum(1) - 1
         got, _ = step(
-            params, cache, jnp.asarray([_PREFIX], jnp.int32), jnp.asarray(token[None], jnp.int32),
-            jnp.asarray(positions[None], jnp.int32), jnp.asarray(mask[None]),
-        )  # fmt: skip
+            params,
+            cache,
+            jnp.asarray([_PREFIX], jnp.int32),
+            jnp.asarray(token[None], jnp.int32),
+            jnp.asarray(positions[None], jnp.int32),
+            jnp.asarray(mask[None]),
+        )
         bad, caches = 0, {-1: cache}
         for i in range(nodes):
             above = int(parent[i])

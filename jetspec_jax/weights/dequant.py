@@ -73,8 +73,12 @@ def _q6_k(blocks: np.ndarray, out: np.ndarray) -> None:
 
 
 _DECODERS: dict[str, Callable[[np.ndarray, np.ndarray], None]] = {
-    "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k, "Q6_K": _q6_k,
-}  # fmt: skip
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q4_K": _q4_k,
+    "Q6_K": _q6_k,
+}
 _SIZES = {kind: (per_block, block_bytes) for kind, per_block, block_bytes in BLOCKS.values()}
 SUPPORTED = ("F32", "F16", "BF16", *_DECODERS)
 

@@ -318,9 +318,13 @@ class GGUFSource:
         info = self.file.tensors[_ROPE_FREQS]
         baked = dequantize(self.file.blocks(_ROPE_FREQS), info.type_name)
         rope = RopeConfig(
-            theta=theta, kind="llama3", factor=_short(baked.max()),
-            low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8_192,
-        )  # fmt: skip
+            theta=theta,
+            kind="llama3",
+            factor=_short(baked.max()),
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position=8_192,
+        )
         expected = llama3_divisors(rope, head_dim)
         if baked.shape != expected.shape or not np.allclose(baked, expected, rtol=1e-4):
             raise ModelFileError(

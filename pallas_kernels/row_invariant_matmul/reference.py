@@ -21,7 +21,9 @@ def pack_array(w: np.ndarray) -> np.ndarray:
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Uninitialised array at a 64-byte boundary: `jax.device_put` adopts such a buffer without a copy on CPU."""
+    """Uninitialised array at a 64-byte boundary: `jax.device_put` adopts such a buffer without a
+    copy on CPU.
+    """
     size = int(np.prod(shape)) * dtype.itemsize
     buffer = np.empty(size + 64, np.uint8)
     start = -buffer.ctypes.data % 64

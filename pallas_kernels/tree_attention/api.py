@@ -98,9 +98,16 @@ def tree_attention(
         vmap_method="broadcast_all",
     )
     return call(
-        q, cache_k, cache_v, lengths, new_k, new_v, mask,
-        scale=np.float32(scale), threads=np.int64(threads),
-    )  # fmt: skip
+        q,
+        cache_k,
+        cache_v,
+        lengths,
+        new_k,
+        new_v,
+        mask,
+        scale=np.float32(scale),
+        threads=np.int64(threads),
+    )
 
 
 def _check(

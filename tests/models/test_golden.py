@@ -23,10 +23,21 @@ from jetspec_jax.weights.hf_config import parse_config
 GOLDEN = Path(__file__).parents[1] / "golden"
 TOLERANCE = 1e-4
 TARGETS = (  # by name, so that a missing folder fails instead of shrinking the test
-    "llama_bias", "llama_linear", "llama_llama3", "llama_sharded", "llama_tied", "llama_yarn",
-    "llama_yarn_attention", "qwen2_fp16", "qwen2_tied", "qwen3_bf16", "qwen3_moe_norm",
-    "qwen3_moe_step", "qwen3_tied_yarn", "qwen3_untied",
-)  # fmt: skip
+    "llama_bias",
+    "llama_linear",
+    "llama_llama3",
+    "llama_sharded",
+    "llama_tied",
+    "llama_yarn",
+    "llama_yarn_attention",
+    "qwen2_fp16",
+    "qwen2_tied",
+    "qwen3_bf16",
+    "qwen3_moe_norm",
+    "qwen3_moe_step",
+    "qwen3_tied_yarn",
+    "qwen3_untied",
+)
 ROPES: dict[str, dict[str, Any]] = json.loads((GOLDEN / "rope.json").read_text())
 
 

@@ -128,10 +128,14 @@ def test_two_processes_build_one_library(source: Path) -> None:
     both = [
         subprocess.Popen(
             [sys.executable, "-c", script, str(source)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=env,
         )
         for _ in range(2)
-    ]  # fmt: skip
+    ]
     for process in both:
         assert process.stdin is not None
         process.stdin.write("go\n")

@@ -200,8 +200,13 @@ def test_plain_decoding_of_every_path_gives_the_tree_rows(live: int) -> None:
 def test_bits_do_not_depend_on_heads_or_on_group() -> None:
     case = make(5, 2, 3, 4, 9, 64, 50)
     whole = run(case)
-    one = Case(case.q[:, 1:2, 2:3], *(x[:, 1:2] for x in case[1:3]), case.lengths,
-               *(x[:, 1:2] for x in case[4:6]), case.mask)  # fmt: skip
+    one = Case(
+        case.q[:, 1:2, 2:3],
+        *(x[:, 1:2] for x in case[1:3]),
+        case.lengths,
+        *(x[:, 1:2] for x in case[4:6]),
+        case.mask,
+    )
     assert same_bits(run(one), whole[:, 1:2, 2:3])
 
 

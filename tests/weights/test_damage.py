@@ -141,8 +141,16 @@ def test_config_with_a_missing_field(tmp_path: Path, family: str) -> None:
 def test_config_with_a_wrong_value(tmp_path: Path, family: str, value: Any) -> None:
     """Whatever stands in a field: a model or a typed one-line error, nothing else."""
     path = tmp_path / "config.json"
-    more = ("rope_scaling", "rope_parameters", "hidden_act", "layer_types", "sliding_window",
-            "quantization_config", "pad_token_id", "use_sliding_window")  # fmt: skip
+    more = (
+        "rope_scaling",
+        "rope_parameters",
+        "hidden_act",
+        "layer_types",
+        "sliding_window",
+        "quantization_config",
+        "pad_token_id",
+        "use_sliding_window",
+    )
     refused = []
     for key in (*hf_config(family), *more):
         try:
@@ -223,8 +231,14 @@ def test_gguf_missing_metadata(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path)
     whole = path.read_bytes()
-    for key in ("block_count", "embedding_length", "attention.head_count", "context_length",
-                "feed_forward_length", "attention.layer_norm_rms_epsilon"):  # fmt: skip
+    for key in (
+        "block_count",
+        "embedding_length",
+        "attention.head_count",
+        "context_length",
+        "feed_forward_length",
+        "attention.layer_norm_rms_epsilon",
+    ):
         full = b"llama." + key.encode()
         other = full[:-1] + b"#"
         lengthened = len(full).to_bytes(8, "little")
