@@ -272,7 +272,9 @@ class SamplingParams(_FromMapping):
 class EngineConfig(_FromMapping):
     """Sizes and numerics of an engine; these fix which programs are compiled."""
 
-    capacity: int = 2_048  # tokens per sequence (prompt and answer together)
+    capacity: int | None = (
+        None  # tokens per sequence, prompt and answer together; None: up to 2,048
+    )
     dtype: str = "float32"
     numerics: str = "fast"  # fast | bitwise (algorithm.md section 6, level 2)
     kernels: str = "auto"  # auto | cpu (native, XLA FFI) | xla
@@ -285,4 +287,5 @@ class EngineConfig(_FromMapping):
         _one_of("EngineConfig", "numerics", self.numerics, NUMERICS)
         _one_of("EngineConfig", "kernels", self.kernels, KERNELS)
         for field in ("capacity", "max_batch", "prefill_chunk", "attention_chunk"):
-            _at_least("EngineConfig", field, getattr(self, field), 1)
+            if getattr(self, field) is not None:
+                _at_least("EngineConfig", field, getattr(self, field), 1)

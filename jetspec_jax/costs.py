@@ -5,6 +5,7 @@ A wrong table can make decoding slower, never different: every budget gives the 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -20,9 +21,8 @@ import numpy as np
 
 from jetspec_jax.config import SamplingParams
 from jetspec_jax.plan import RoundPlan
-from jetspec_jax.policy import Costs
+from jetspec_jax.policy import Costs, fresh_control
 from jetspec_jax.programs import cache_home
-from jetspec_jax.state import fresh_control
 
 if TYPE_CHECKING:
     from jetspec_jax.engine import LLM
@@ -54,7 +54,7 @@ def measure(llm: LLM, plan: RoundPlan, batch: int) -> dict[str, Any]:
     with llm.session(plan, batch, placeholder(plan)) as session:
         session.compile(details=False)
         prompt = [int(i) for i in np.arange(_PROMPT) % llm.model_config.vocab_size]
-        limit = llm.engine.capacity
+        limit = llm.capacity
         for slot in range(batch):
             session.admit(slot, prompt, limit, (), SamplingParams(), True)
         plain = _time(session, _forced(0, count), pause=True)
@@ -70,16 +70,16 @@ def _forced(index: int, count: int) -> Costs:
 
 
 def _time(session: Session, table: Costs, *, pause: bool) -> float:
-    session.params = session.params.replace(costs=table)
+    session.params = dataclasses.replace(session.params, costs=table)
     best = float("inf")
     for repeat in range(_REPEATS):
         control = fresh_control()
         if pause:
-            control = control.replace(cooldown=jnp.asarray(1_000, jnp.int32))
+            control = dataclasses.replace(control, cooldown=jnp.asarray(1_000, jnp.int32))
         # every repeat starts at the same context length
         committed = jnp.full_like(session.state.committed, _PROMPT)
-        session.state = session.state.replace(
-            control=control, committed=committed, cached=committed - 1
+        session.state = dataclasses.replace(
+            session.state, control=control, committed=committed, cached=committed - 1
         )
         rounds = 1 if repeat == 0 else _ROUNDS  # the first is a warm-up
         started = time.perf_counter()
@@ -112,14 +112,14 @@ def _device_key() -> str:
             ),
             cpu,
         )
-    return f"{device.device_kind}|{cpu}|{os.cpu_count()}|jaxlib {jax.lib.__version__}"
+    return f"{device.device_kind}|{cpu}|{os.cpu_count()}|jaxlib {jax.__version__}"
 
 
 def load_or_measure(llm: LLM, plan: RoundPlan, batch: int, say: Callable[[str], None]) -> Costs:
     """The cost table of a plan on this device: from the user's cache folder, or measured now and
     kept there.
     """
-    if llm.engine.capacity < 2 * _PROMPT + _REPEATS * _ROUNDS * plan.path_rows:
+    if llm.capacity < 2 * _PROMPT + _REPEATS * _ROUNDS * plan.path_rows:
         return placeholder(plan)
     key = hashlib.sha256(
         f"{_VERSION}|{_device_key()}|{batch}|{llm.engine}|{plan!r}".encode()

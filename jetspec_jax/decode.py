@@ -8,6 +8,7 @@ few or many rounds.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import flax.struct
@@ -85,7 +86,7 @@ def prefill(plan: RoundPlan, params: EngineParams, state: DecodeState) -> Decode
 
     carry = (state.cached, state.cache, state.context)
     cached, cache, context = lax.fori_loop(0, turns, step, carry)
-    return state.replace(cached=cached, cache=cache, context=context)
+    return dataclasses.replace(state, cached=cached, cache=cache, context=context)
 
 
 @flax.struct.dataclass
@@ -144,7 +145,9 @@ def verify(
     else:
         choice = greedy(logits)
     # without speculation a sequence accepts nothing, whatever its neighbours' trees hold
-    tree = tree.replace(valid=tree.valid & (state.speculate[:, None] | (tree.depth == 0)))
+    tree = dataclasses.replace(
+        tree, valid=tree.valid & (state.speculate[:, None] | (tree.depth == 0))
+    )
     result = jax.vmap(functools.partial(accept, depth=plan.depth))(tree, choice)
     emitted = jnp.take_along_axis(choice, result.path, axis=1)
     logprob = top_ids = top_logprobs = None
@@ -182,13 +185,16 @@ def spec_round(
     tree = draft_tree(plan, params, state, draft_now)
     costs: policy.Costs = params.costs
     if len(plan.budgets) > 1:
-        index = policy.choose_budget(tree.score, tree.valid, active, plan.budgets, costs)
+        trust = state.control.trust
+        index, promised = policy.choose_budget(
+            tree.score, tree.valid, active, plan.budgets, costs, trust
+        )
         index = jnp.where(draft_now, index, 0)
         branches = [functools.partial(verify, plan, params, state, tree, n) for n in plan.budgets]
         done = lax.switch(index, branches)
     else:
-        index = jnp.zeros((), jnp.int32)
-        done = verify(plan, params, state, tree, plan.budgets[0])
+        index, promised = jnp.zeros((), jnp.int32), jnp.zeros(())
+        done = verify(plan, params, state, tree, min(plan.budgets))
     budget = jnp.asarray(plan.budgets, jnp.int32)[index]
 
     room = state.limit - state.committed
@@ -217,10 +223,12 @@ def spec_round(
             draft_now,
             jnp.where(active, done.accepted + 1, 0).sum(),
             active.sum(),
+            promised,
             spent,
             costs.verify[0],
         )
-    new_state = state.replace(
+    new_state = dataclasses.replace(
+        state,
         tokens=_write_at(state.tokens, done.emitted, state.committed),
         drafted=_write_at(state.drafted, is_drafted, state.committed),
         committed=state.committed + count,

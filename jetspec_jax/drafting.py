@@ -25,14 +25,14 @@ from jetspec_jax.tree import (
     merge,
 )
 from jetspec_jax.tree.topology import padded_root
-from jetspec_jax.typing import Array
+from jetspec_jax.typing import Array, PyTree
 
 
 def extend_context(
     plan: RoundPlan,
     params: EngineParams,
     context: KVCache,
-    taps: Array,
+    taps: PyTree,
     positions: Array,
     start: Array,
 ) -> KVCache:
@@ -41,8 +41,8 @@ def extend_context(
 
     Only new rows are projected; the published fast path recomputes the whole context every round.
     """
-    ctx = drafter.fuse(params.draft, plan.head, taps)
-    k, v = zip(*drafter.context_kv(params.draft, plan.head, ctx, positions), strict=True)
+    ctx = drafter.fuse(params.draft, plan.head_config, taps)
+    k, v = zip(*drafter.context_kv(params.draft, plan.head_config, ctx, positions), strict=True)
     return append(context, k, v, start)
 
 
@@ -96,7 +96,9 @@ def draft_tree(plan: RoundPlan, params: EngineParams, state: DecodeState, draft_
 
 def _script(params: EngineParams, tokens: Array, committed: Array, depth: int) -> Chains:
     """Test double: the continuations written down for the prompt that begins with `tokens[0]`."""
-    rows = lax.dynamic_slice_in_dim(params.script[tokens[0]], committed, depth, axis=1)  # [R, D]
+    rows = lax.dynamic_slice_in_dim(
+        jnp.asarray(params.script)[tokens[0]], committed, depth, axis=1
+    )  # [R, D]
     valid = jnp.cumprod((rows >= 0).astype(jnp.int32), axis=1).astype(bool)
     # earlier continuations first, and none so unlikely that a budget would drop its last node
     # before another's first
@@ -114,7 +116,7 @@ def _head_candidates(
     """One causal parallel forward of the head on [anchor, MASK, ...] -> candidates per depth,
     leaves [B, D, ...].
     """
-    head = plan.head
+    head = plan.head_config
     block = drafter.block_inputs(head, anchor[:, None], state.cached[:, None])
     embeds = embed_tokens(params.target, block.tokens)
     hidden = drafter.draft_block(

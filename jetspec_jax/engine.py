@@ -37,6 +37,7 @@ from jetspec_jax.state import RUNNING, EngineParams
 # Node counts that the automatic budget chooses from, by the kernels in use: a native verify of 16
 # rows costs less than two plain steps, XLA's more.
 AUTO_BUDGETS = {"cpu": (1, 4, 8, 16), "xla": (1, 4, 8)}
+DEFAULT_CAPACITY = 2_048  # tokens a sequence, where the model's context allows
 LOOKUP_DEPTH = 8  # drafted tokens per round where no head sets the depth
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _ALL_ROUNDS = (
@@ -110,8 +111,13 @@ class LLM:
         say: Callable[[str], None],
     ) -> None:
         use_compilation_cache()
-        if engine.capacity > target.config.max_context:
-            engine = dataclasses.replace(engine, capacity=target.config.max_context)
+        most = target.config.max_context
+        self.capacity = engine.capacity or min(DEFAULT_CAPACITY, most)
+        if self.capacity > most:
+            raise ConfigError(
+                f"capacity={self.capacity} is more than the model's context of {most}; "
+                "give at most that"
+            )
         self.engine, self._say, self._target, self._head = engine, say, target, head
         self.tokenizer = target.tokenizer
         self.model_config: ModelConfig = target.config
@@ -225,7 +231,7 @@ class LLM:
             "dtype": self.engine.dtype,
             "kernels": {"cpu": "native CPU kernels (XLA FFI)", "xla": "XLA"}[self._target.kernels],
             "numerics": self.engine.numerics,
-            "capacity": self.engine.capacity,
+            "capacity": self.capacity,
             "spec": dataclasses.asdict(self.spec),
             "budgets": list(plan.budgets),
             "memory": {
@@ -239,7 +245,7 @@ class LLM:
 
     def _allocated(self) -> int:
         chunk = self.engine.attention_chunk
-        return -(-(self.engine.capacity + max(_SLACK, self.engine.prefill_chunk)) // chunk) * chunk
+        return -(-(self.capacity + max(_SLACK, self.engine.prefill_chunk)) // chunk) * chunk
 
     def _take_cache(self, kind: str, batch: int) -> KVCache:
         kept = self._caches.pop((kind, batch), None)
@@ -331,12 +337,12 @@ class LLM:
         self, prompt: str | Sequence[int] | Messages, sampling: SamplingParams, trace: bool
     ) -> Request:
         ids = self.encode(prompt)
-        check_prompt(ids, self.model_config.vocab_size, self.engine.capacity)
+        check_prompt(ids, self.model_config.vocab_size, self.capacity)
         ends = () if sampling.ignore_eos else self.model_config.eos_ids
         stop_ids = tuple(dict.fromkeys((*ends, *sampling.stop_token_ids)))
         if len(stop_ids) > MAX_STOP_IDS:
             raise ConfigError(f"{len(stop_ids)} stop ids are too many; give at most {MAX_STOP_IDS}")
-        limit = min(len(ids) + sampling.max_tokens, self.engine.capacity)
+        limit = min(len(ids) + sampling.max_tokens, self.capacity)
         return Request(ids, sampling, self.tokenizer, stop_ids, limit, [] if trace else None)
 
     def encode(self, prompt: str | Sequence[int] | Messages) -> list[int]:
@@ -347,7 +353,7 @@ class LLM:
             if not prompt.strip():
                 raise InputError("the prompt is empty; give some text")
             return self.tokenizer.encode(prompt)
-        items = list(prompt)
+        items: list[Any] = list(prompt)
         if items and isinstance(items[0], dict):
             return self.tokenizer.chat(items)
         return [int(i) for i in items]

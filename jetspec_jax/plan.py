@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jetspec_jax.config import DraftConfig, ModelConfig, SpecConfig
+from jetspec_jax.errors import ConfigError
 from jetspec_jax.models.decoder import FAST, Numerics
 
 
@@ -42,6 +43,13 @@ class RoundPlan:
     @property
     def taps(self) -> tuple[int, ...]:
         return self.head.target_layer_ids if self.head is not None else ()
+
+    @property
+    def head_config(self) -> DraftConfig:
+        """The head's geometry, where the caller knows that there is one."""
+        if self.head is None:
+            raise ConfigError("this plan has no draft head; give --draft DIR or --drafter lookup")
+        return self.head
 
     @property
     def drafts(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import time
@@ -48,8 +49,8 @@ def insert(state: DecodeState, one: DecodeState, slot: Array) -> DecodeState:
     placed = jax.tree.map(place, fields(state), fields(one))
     per_slot = {k: getattr(state.counters, k) for k in ("rounds", "accepted", "had_node", "nodes")}
     fresh = {k: getattr(one.counters, k) for k in per_slot}
-    counters = state.counters.replace(**jax.tree.map(place, per_slot, fresh))
-    return state.replace(**placed, counters=counters)
+    counters = dataclasses.replace(state.counters, **jax.tree.map(place, per_slot, fresh))
+    return dataclasses.replace(state, **placed, counters=counters)
 
 
 class Programs:

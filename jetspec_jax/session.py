@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 from jetspec_jax.cache import KVCache
 from jetspec_jax.config import SamplingParams
 from jetspec_jax.plan import RoundPlan
+from jetspec_jax.policy import fresh_control
 from jetspec_jax.programs import Programs, int32
 from jetspec_jax.sampling import sampling_state
 from jetspec_jax.state import (
@@ -20,7 +22,6 @@ from jetspec_jax.state import (
     EngineParams,
     RoundOut,
     empty_counters,
-    fresh_control,
 )
 from jetspec_jax.stats import SpecStats
 
@@ -100,7 +101,8 @@ class Session:
         tokens[0, : len(ids)] = ids
         padded = np.full((1, MAX_STOP_IDS), -1, np.int32)
         padded[0, : len(stop_ids)] = stop_ids
-        ready = first.replace(
+        ready = dataclasses.replace(
+            first,
             tokens=jnp.asarray(tokens),
             drafted=jnp.zeros(first.drafted.shape, bool),
             committed=jnp.asarray([len(ids)], jnp.int32),
@@ -127,7 +129,7 @@ class Session:
 
     def free(self, slot: int) -> None:
         """Ends a slot from the host (a stop string, a client that left)."""
-        self.state = self.state.replace(status=self.state.status.at[slot].set(IDLE))
+        self.state = dataclasses.replace(self.state, status=self.state.status.at[slot].set(IDLE))
 
     def run(self, rounds: int) -> None:
         """Up to `rounds` rounds on the device, fewer when every slot has ended."""

@@ -28,7 +28,7 @@ class EngineParams:
     """
 
     target: Params
-    draft: Params | None
+    draft: PyTree
     draft_lm: PyTree
     draft_ids: Array | None
     costs: PyTree
@@ -54,6 +54,7 @@ class Control:
     gain: Array  # [] float32, running mean of the time saved per drafted round, in plain steps
     cooldown: Array  # [] int32, rounds left without drafting
     pause: Array  # [] int32, length of the next pause
+    trust: Array  # [] float32, accepted tokens per expected one, running
 
 
 @flax.struct.dataclass
@@ -72,7 +73,7 @@ class DecodeState:
     stop_ids: Array  # [B, E] int32, -1 = none
     sampling: SamplingState
     cache: KVCache
-    context: KVCache | None  # drafter context per draft layer
+    context: PyTree  # KVCache of the drafter per draft layer; None without a head
     counters: Counters
     control: Control
 
@@ -106,7 +107,3 @@ def empty_counters(batch: int, depth: int, budgets: int) -> Counters:
         zeros(budgets),
         zeros(),
     )
-
-
-def fresh_control() -> Control:
-    return Control(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32), jnp.asarray(4, jnp.int32))

@@ -158,7 +158,7 @@ def tiny_llm(
     )
 
 
-def scripted(llm: LLM, scripts: Mapping[Sequence[int], Sequence[Sequence[int]]]) -> SpecConfig:
+def scripted(llm: LLM, scripts: Mapping[tuple[int, ...], Sequence[Sequence[int]]]) -> SpecConfig:
     """Makes `llm` draft given continuations; returns the speculation settings to use (mode tree).
 
     Args:
@@ -167,7 +167,7 @@ def scripted(llm: LLM, scripts: Mapping[Sequence[int], Sequence[Sequence[int]]])
             selects the script. Continuation ids are placed right after the prompt, by absolute
             position; -1 drafts nothing there.
     """
-    size = llm.engine.capacity + 64
+    size = llm.capacity + 64
     table = np.full((llm.model_config.vocab_size, _CONTINUATIONS, size), -1, np.int32)
     for prompt, continuations in scripts.items():
         for r, tokens in enumerate(continuations):

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-import jaxlib
+import jaxlib.version
 
 COMPILERS = ("c++", "g++", "clang++")
 _COMMON_HEADER = Path(__file__).with_name("cpu_common.h")
@@ -114,7 +114,7 @@ def build_key(sources: Sequence[Path], compiler: str, flags: Sequence[str]) -> s
     digest = hashlib.sha256()
     for source in sources:
         digest.update(source.read_bytes() + b"\0")
-    for part in (_compiler_version(compiler), *flags, cpu_identity(), jaxlib.__version__):
+    for part in (_compiler_version(compiler), *flags, cpu_identity(), jaxlib.version.__version__):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]
 

@@ -35,7 +35,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jetspec_jax.config import EngineConfig, SpecConfig
+from jetspec_jax.config import SpecConfig
 from jetspec_jax.errors import ConfigError, InputError
 from serve import cli
 from serve.prompts import Request, check_text, read_prompts
@@ -146,7 +146,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.plan:
         return job.plan()
     prompts = [_encode(llm, request, args, kwargs) for request in requests]
-    _check_lengths(llm, engine, requests, prompts)
+    _check_lengths(llm, requests, prompts)
     job.warm_up(min(args.batch_size, len(prompts)))
     if len(requests) == 1 and not (args.json or args.jsonl):
         return job.stream(prompts[0], samplings[0])
@@ -208,11 +208,9 @@ def _encode(
     )
 
 
-def _check_lengths(
-    llm: Any, engine: EngineConfig, requests: Sequence[Request], prompts: Sequence[list[int]]
-) -> None:
+def _check_lengths(llm: Any, requests: Sequence[Request], prompts: Sequence[list[int]]) -> None:
     """All prompts are checked before the first answer is paid for."""
-    room = min(engine.capacity, llm.model_config.max_context)
+    room = llm.capacity
     for request, ids in zip(requests, prompts, strict=True):
         if len(ids) >= room:
             raise InputError(

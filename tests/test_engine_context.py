@@ -14,7 +14,7 @@ def prompt_of(length):
 
 def test_decoding_ends_at_the_capacity():
     llm = engine()
-    capacity = llm.engine.capacity
+    capacity = llm.capacity
     prompts = [
         prompt_of(capacity - left)
         for left in (1, 2, 3, DEPTH, DEPTH + 1, DEPTH + 2, 2 * DEPTH + 3, 40)
@@ -35,7 +35,7 @@ def test_decoding_ends_at_the_capacity():
 
 @pytest.mark.parametrize("beyond", [0, 1, 100])
 def test_prompt_as_long_as_the_context(beyond):
-    capacity = engine().engine.capacity
+    capacity = engine().capacity
     with pytest.raises(InputError) as error:
         engine().generate([prompt_of(capacity + beyond)], greedy(4), spec=PLAIN)
     assert str(capacity + beyond) in str(error.value)

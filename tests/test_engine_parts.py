@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SpecConfig
-from jetspec_jax.policy import FIRST_PAUSE, LONGEST_PAUSE, Costs, choose_budget, update
-from jetspec_jax.state import fresh_control
+from jetspec_jax.policy import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    Costs,
+    choose_budget,
+    fresh_control,
+    update,
+)
 from tests.doubles import engine
 
 
@@ -20,10 +26,24 @@ def costs(*verify, draft=0.0):
     return Costs(jnp.asarray(verify, jnp.float32), jnp.asarray(draft, jnp.float32))
 
 
-def chosen(probabilities, table, budgets=(1, 2, 4), active=None):
+def chosen(probabilities, table, budgets=(1, 2, 4), active=None, trust=1.0):
     scores = jnp.log(jnp.asarray(probabilities, jnp.float32))
     active = jnp.ones(scores.shape[0], bool) if active is None else jnp.asarray(active)
-    return budgets[int(choose_budget(scores, jnp.ones(scores.shape, bool), active, budgets, table))]
+    valid = jnp.ones(scores.shape, bool)
+    index, _ = choose_budget(scores, valid, active, budgets, table, jnp.float32(trust))
+    return budgets[int(index)]
+
+
+def after_round(control, committed, *, active=1, drafted=True, promised=1.0, spent=2.0):
+    return update(
+        control,
+        jnp.bool_(drafted),
+        int32(committed),
+        int32(active),
+        jnp.float32(promised),
+        jnp.float32(spent),
+        jnp.float32(1.0),
+    )
 
 
 def test_budget_follows_expected_tokens_per_cost():
@@ -42,35 +62,51 @@ def test_ties_take_the_smaller_budget():
     assert chosen([[1.0, 0.0, 0.0, 0.0]], costs(1, 1, 1)) == 1
 
 
+def test_scores_that_promised_too_much_count_for_less():
+    promise = [1.0, 0.3, 0.2, 0.1]
+    assert chosen([promise], costs(1, 1.2, 1.4)) == 4
+    assert chosen([promise], costs(1, 1.2, 1.4), trust=0.5) == 1
+    control = fresh_control()
+    for _ in range(100):
+        control = after_round(control, 1, promised=1.0, spent=1.0)
+    assert float(control.trust) == pytest.approx(0.5)
+    for _ in range(100):
+        control = after_round(control, 4, promised=1.0)
+    assert float(control.trust) == pytest.approx(2.0)
+    # a round without candidates says nothing about them
+    assert after_round(control, 1, promised=0.0).trust == control.trust
+
+
 def test_pause_after_drafting_did_not_pay():
     control, pauses = fresh_control(), []
-    for _ in range(7):
-        control = update(
-            control, jnp.bool_(True), int32(1), int32(1), jnp.float32(2.0), jnp.float32(1.0)
-        )
-        pauses.append(int(control.cooldown))
+    while len(pauses) < 7:
+        control = after_round(control, 1)
+        if int(control.cooldown):
+            pauses.append(int(control.cooldown))
         while int(control.cooldown):
-            control = update(
-                control, jnp.bool_(False), int32(1), int32(1), jnp.float32(1.0), jnp.float32(1.0)
-            )
+            control = after_round(control, 1, drafted=False, spent=1.0)
     assert pauses == [4, 8, 16, 32, 64, 64, 64]
     # one round that pays, and the next pause is short again
-    control = update(
-        control, jnp.bool_(True), int32(5), int32(1), jnp.float32(2.0), jnp.float32(1.0)
-    )
+    control = after_round(control, 5)
     assert (int(control.cooldown), int(control.pause)) == (0, FIRST_PAUSE)
     assert pauses[-1] == LONGEST_PAUSE
 
 
+def test_one_bad_round_is_no_reason_to_pause():
+    assert int(after_round(fresh_control(), 1).cooldown) == 0
+
+
 def test_a_batch_pays_when_its_mean_does():
-    paid = update(
-        fresh_control(), jnp.bool_(True), int32(9), int32(4), jnp.float32(2.0), jnp.float32(1.0)
-    )
-    assert int(paid.cooldown) == 0
-    lost = update(
-        fresh_control(), jnp.bool_(True), int32(7), int32(4), jnp.float32(2.0), jnp.float32(1.0)
-    )
-    assert int(lost.cooldown) == FIRST_PAUSE
+    def after_many(committed):
+        control = fresh_control()
+        for _ in range(20):
+            control = after_round(control, committed, active=4)
+            if int(control.cooldown):
+                return False
+        return True
+
+    assert after_many(9)
+    assert not after_many(7)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,9 @@ def write_steps(
         token = choose(logits, slots.cached[:, None] + 1, zero, slots.sampling, 0)[:, 0]
         cache = append(slots.cache, out.new_k, out.new_v, after(slots.cached, token))
         return (
-            slots.replace(cache=cache, token=token, cached=jnp.minimum(slots.cached + 1, last)),
+            dataclasses.replace(
+                slots, cache=cache, token=token, cached=jnp.minimum(slots.cached + 1, last)
+            ),
             (token, _features(out)[:, 0]),
         )
 
@@ -426,7 +428,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="train.regenerate", description=__doc__.splitlines()[0])
+    p = argparse.ArgumentParser(
+        prog="train.regenerate", description=(__doc__ or "").splitlines()[0]
+    )
     p.add_argument("--model", help="model directory or GGUF file (default: bundled)")
     p.add_argument(
         "--out", required=True, help="folder for shards; an earlier run there is resumed"

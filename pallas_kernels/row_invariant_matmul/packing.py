@@ -1,6 +1,6 @@
 """Packed weights: float and quantised matrices in the order in which the kernel reads them."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import flax.struct
 import jax
@@ -98,6 +98,7 @@ def pack_gguf(
         raise native.KernelError(
             f"cannot pack GGUF kind {kind!r}: use one of {', '.join(specs.GGUF_KINDS)}"
         )
+    form: Any
     form, size = specs.GGUF_KINDS[kind]
     if blocks.ndim != 2 or blocks.dtype != np.uint8 or blocks.shape[1] % size:
         raise native.KernelError(

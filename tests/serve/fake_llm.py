@@ -79,6 +79,7 @@ class FakeLLM:
         self.model_config, self.draft_config = MODEL, None
         self.tokenizer = ByteTokenizer()
         self.spec, self.engine = spec or SpecConfig(), engine or EngineConfig()
+        self.capacity = self.engine.capacity or 2_048
         self.calls: list[str] = []  # "plain" or "spec", one per generate call
         self.batches: list[int] = []
         self.prompts: list[list[int]] = []
