@@ -207,7 +207,9 @@ def spec_round(
     )
 
     # Rows past the accepted path land above the live keys and are overwritten by the next round.
-    cache = append(state.cache, done.path_k, done.path_v, state.cached)
+    # With depth 0 the path is a constant: only `after` then orders the write behind the reads.
+    tail = after(state.cached, done.emitted)
+    cache = append(state.cache, done.path_k, done.path_v, tail)
     context = state.context
     if context is not None:
         positions = state.cached[:, None] + lax.iota(jnp.int32, plan.path_rows)[None]

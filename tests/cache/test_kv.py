@@ -9,7 +9,8 @@ import pytest
 
 from jetspec_jax.cache import alloc, append, gather_rows
 from jetspec_jax.cache.kv import after
-from tests.doubles import PROMPTS, engine, greedy, oracle
+from jetspec_jax.config import SpecConfig
+from tests.doubles import PLAIN, PROMPTS, engine, greedy, oracle
 
 HEADS, SIZE, WIDTH = 2, 24, 4
 
@@ -58,12 +59,16 @@ def test_after_changes_nothing():
         np.testing.assert_array_equal(after(start, jnp.full((2, 3), value)), start)
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-def test_rounds_update_the_cache_in_place(batch):
+@pytest.mark.parametrize(
+    "make,batch",
+    [(lambda: PLAIN, 1), (lambda: PLAIN, 4), (oracle, 1), (oracle, 4), (SpecConfig, 1)],
+    ids=["plain", "plain batch", "scripted", "scripted batch", "auto"],
+)
+def test_rounds_update_the_cache_in_place(make, batch):
     """No copy of a cache-shaped array in the compiled rounds: a copy costs the whole capacity at
     every step.
     """
-    llm, spec = engine(), oracle()
+    llm, spec = engine(), make()
     prompts = list(PROMPTS[:batch])
     llm.generate(prompts, greedy(4), spec=spec)
     plan = llm.plan_for(llm.resolve(spec), [greedy(4)])
