@@ -146,8 +146,12 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
                 rates["transformers"].append(len(theirs["ids"]) / theirs["decode_s"])
                 rates["plain"].append(plain.timings.tok_s or 0.0)
                 rates["speculative"].append(spec_run.timings.tok_s or 0.0)
+                # the peer suppresses the end token, we write on after it: equal up to there
+                ends = llm.model_config.eos_ids
+                end = next((i for i, t in enumerate(plain.token_ids) if t in ends), args.max_tokens)
                 same += (
-                    list(plain.token_ids) == theirs["ids"] and plain.token_ids == spec_run.token_ids
+                    list(plain.token_ids[:end]) == theirs["ids"][:end]
+                    and plain.token_ids == spec_run.token_ids
                 )
                 print({k: round(v[-1], 1) for k, v in rates.items()}, file=sys.stderr, flush=True)
         finally:

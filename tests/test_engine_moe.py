@@ -42,10 +42,11 @@ def test_company_does_not_matter(weights):
     run = jax.jit(lambda x: moe(x, *weights, top_k=TOP, normalise=True))
     x = rows(6)
     alone = np.stack([np.asarray(run(x[i : i + 1]))[0] for i in range(6)])
-    np.testing.assert_allclose(run(x), alone, atol=1e-6)
+    near = {"rtol": 5e-6, "atol": 1e-6}  # XLA tiles by the number of rows: rounding, not routing
+    np.testing.assert_allclose(run(x), alone, **near)
     # the order of the rows, and what the other rows hold, are nothing to a row
-    np.testing.assert_allclose(np.asarray(run(x[::-1]))[::-1], alone, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(run(x[::-1]))[::-1], alone, **near)
     for bad in (np.nan, np.inf, 1e30):
         poisoned = np.asarray(run(x.at[1].set(bad).at[4].set(-bad)))
         for i in (0, 2, 3, 5):
-            np.testing.assert_allclose(poisoned[i], alone[i], atol=1e-6)
+            np.testing.assert_allclose(poisoned[i], alone[i], **near)
