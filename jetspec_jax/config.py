@@ -276,7 +276,7 @@ class EngineConfig(_FromMapping):
         None  # tokens per sequence, prompt and answer together; None: up to 2,048
     )
     dtype: str = "float32"
-    numerics: str = "fast"  # fast | bitwise (algorithm.md section 6, level 2)
+    numerics: str | None = None  # fast | bitwise; None: bitwise where it is free (native kernels)
     kernels: str = "auto"  # auto | cpu (native, XLA FFI) | xla
     max_batch: int = 32
     prefill_chunk: int = 64
@@ -284,7 +284,8 @@ class EngineConfig(_FromMapping):
 
     def __post_init__(self) -> None:
         _one_of("EngineConfig", "dtype", self.dtype, DTYPES)
-        _one_of("EngineConfig", "numerics", self.numerics, NUMERICS)
+        if self.numerics is not None:
+            _one_of("EngineConfig", "numerics", self.numerics, NUMERICS)
         _one_of("EngineConfig", "kernels", self.kernels, KERNELS)
         for field in ("capacity", "max_batch", "prefill_chunk", "attention_chunk"):
             if getattr(self, field) is not None:

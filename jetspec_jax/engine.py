@@ -120,6 +120,8 @@ class LLM:
             )
         self.engine, self._say, self._target, self._head = engine, say, target, head
         self.tokenizer = target.tokenizer
+        native = target.kernels == "cpu"
+        self.bitwise = native if engine.numerics is None else engine.numerics == "bitwise"
         self.model_config: ModelConfig = target.config
         self.draft_config: DraftConfig | None = head.config if head is not None else None
         self.programs = Programs(say)
@@ -200,7 +202,7 @@ class LLM:
         """
         logprobs = [s.logprobs for s in sampling if s.logprobs is not None]
         native = self._target.kernels == "cpu"
-        bitwise = self.engine.numerics == "bitwise"
+        bitwise = self.bitwise
         return RoundPlan(
             model=self.model_config,
             head=self.draft_config if spec.drafter in ("head", "hybrid") else None,
@@ -230,7 +232,7 @@ class LLM:
             "draft": None if head is None else str(head.path),
             "dtype": self.engine.dtype,
             "kernels": {"cpu": "native CPU kernels (XLA FFI)", "xla": "XLA"}[self._target.kernels],
-            "numerics": self.engine.numerics,
+            "numerics": "bitwise" if self.bitwise else "fast",
             "capacity": self.capacity,
             "spec": dataclasses.asdict(self.spec),
             "budgets": list(plan.budgets),

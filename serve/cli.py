@@ -77,7 +77,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--capacity", type=int, metavar="TOKENS", help="prompt and answer together (default: 2048)"
     )
     group.add_argument(
-        "--numerics", choices=NUMERICS, help="bitwise: logits equal to plain decoding bit for bit"
+        "--numerics",
+        choices=NUMERICS,
+        help="bitwise: logits equal to plain decoding bit for bit (default with native kernels, "
+        "where it is free); fast: the default with XLA",
     )
     group.add_argument("--kernels", choices=KERNELS, help="matmul kernels (default: auto)")
 
