@@ -18,7 +18,7 @@ RUN := $(VENV)/.installed-run-$(KIND)
 DEV := $(VENV)/.installed-dev-$(KIND)
 INPUTS := pyproject.toml uv.lock requirements/data.txt
 
-.PHONY: help demo test test-fast lint format types check bench lock hooks install dev clean distclean
+.PHONY: help demo test test-fast lint format types check bench bench-peers lock hooks install dev clean distclean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -46,6 +46,9 @@ check: lint types test  ## lint, types and tests
 bench: $(DEV)  ## README's benchmark table: make bench SUITES=humaneval ARGS="--limit 20"
 	@$(BIN)/python -m serve.bench --suite $(SUITES) $(ARGS)
 
+bench-peers: $(DEV)  ## Beside transformers: make bench-peers TORCH_PYTHON=/path/to/python-with-torch
+	@$(BIN)/python -m serve.peers $(if $(TORCH_PYTHON),--torch-python $(TORCH_PYTHON)) $(ARGS)
+
 lock: $(DEV)  ## Resolve again after a change of pyproject.toml
 	@$(BIN)/uv lock
 
@@ -55,8 +58,8 @@ hooks: $(DEV)  ## Install the pre-commit hooks (they use .venv, no network)
 install: $(RUN)  ## Only set up .venv to run
 dev: $(DEV)  ## Only set up .venv to develop
 
-clean:  ## Remove caches and build outputs
-	rm -rf .cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+clean:  ## Remove build outputs and compiled programs; regenerated data and runs in .cache stay
+	rm -rf .cache/test-compilations .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 distclean: clean  ## And .venv
