@@ -17,6 +17,7 @@ SPEC_MODES = ("auto", "tree", "chain", "off")
 DRAFTERS = ("head", "lookup", "hybrid", "none")
 SCRIPTED = "scripted"  # a test double (testing.py): drafts given tokens
 BUILDERS = ("exact", "chain", "accum_logp", "top2gap", "depth_rank_histogram")
+MAX_BUDGET = 256  # tree nodes; the published systems go no further
 NUMERICS = ("fast", "bitwise")
 KERNELS = ("auto", "cpu", "xla")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -212,6 +213,10 @@ class SpecConfig(_FromMapping):
         for field in ("budget", "depth"):
             if getattr(self, field) is not None:
                 _at_least("SpecConfig", field, getattr(self, field), 1)
+        if self.budget is not None and self.budget > MAX_BUDGET:
+            raise ConfigError(
+                f"budget={self.budget} is more nodes than a round holds; give at most {MAX_BUDGET}"
+            )
         if self.builder == "depth_rank_histogram" and self.histogram is None:
             raise ConfigError(
                 "SpecConfig.builder='depth_rank_histogram' needs a recorded acceptance table; "

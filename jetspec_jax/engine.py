@@ -311,21 +311,30 @@ class LLM:
             self._say(str(report))
         if len(plan.budgets) == 1:
             return None
+        # sampling and log-probabilities add the same to every budget: one table serves all
+        plan = dataclasses.replace(plan, sampled=False, logprobs=None)
         key = (plan, batch)
         if key not in self._costs:
             self._costs[key] = costs.load_or_measure(self, plan, batch, self._say)
         return self._costs[key]
 
-    def warmup(self, batch: int = 1, spec: SpecConfig | None = None) -> float:
-        """Compiles what `generate` with this batch needs and measures its costs; returns seconds of
-        compilation.
+    def warmup(
+        self,
+        batch: int = 1,
+        spec: SpecConfig | None = None,
+        sampling: Sequence[SamplingParams] = (),
+        *,
+        trace: bool = False,
+    ) -> float:
+        """Compiles what `generate` with this batch, sampling and trace needs and measures its
+        costs; returns seconds of compilation.
         """
         before = self.programs.seconds
-        plan = self.plan_for(self.resolve(spec) if spec is not None else self.spec)
+        plan = self.plan_for(self.resolve(spec) if spec is not None else self.spec, sampling)
         batch = _bucket(batch)
         table = self._table(plan, batch)
         with self.session(plan, batch, table) as session:
-            session.compile(details=False)
+            session.compile(details=trace or plan.logprobs is not None)
         return self.programs.seconds - before
 
     def measure_costs(self, batch: int = 1, spec: SpecConfig | None = None) -> dict[str, Any]:
@@ -367,6 +376,7 @@ class LLM:
         *,
         spec: SpecConfig | None = None,
         trace: bool = False,
+        group: int | None = None,
     ) -> list[GenerationResult]:
         """Completes one prompt or many (texts or token ids), in batches, in order.
 
@@ -375,15 +385,21 @@ class LLM:
             sampling: for all, or one per prompt.
             spec: overrides the engine's speculation settings for this call.
             trace: keep every round's tree.
+            group: sequences decoded together; None: all of them, up to `EngineConfig.max_batch`.
+                A fixed number keeps the programs of a last, smaller group.
 
         Raises:
             InputError: a prompt that cannot be served; nothing has been generated then.
         """
+        if not isinstance(prompts, (str, Sequence, np.ndarray)):
+            raise InputError(
+                f"prompts={prompts!r} is no text and no list; give a text, token ids or a list"
+            )
         single = isinstance(prompts, str) or (
             len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))
         )
         items = [prompts] if single else list(prompts)
-        return self._run(items, sampling, spec, trace)
+        return self._run(items, sampling, spec, trace, group)
 
     def chat(
         self,
@@ -455,6 +471,7 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         spec: SpecConfig | None,
         trace: bool,
+        group: int | None = None,
     ) -> list[GenerationResult]:
         if not prompts:
             raise InputError("no prompts; give at least one")
@@ -471,7 +488,7 @@ class LLM:
         requests = [self._request(p, s, trace) for p, s in zip(prompts, each, strict=True)]
         resolved = self.resolve(spec) if spec is not None else self.spec
         plan = self.plan_for(resolved, each)
-        batch = _bucket(min(len(requests), self.engine.max_batch))
+        batch = _bucket(group or min(len(requests), self.engine.max_batch))
         compiled = self.programs.seconds
         table = self._table(plan, batch)
         results: list[GenerationResult | None] = [None] * len(requests)

@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
             if not word.startswith("-"):
                 self.error(f"unexpected argument {word!r}; put the prompt in one pair of quotes")
             flag = word.split("=", 1)[0]
-            near = difflib.get_close_matches(flag, list(self._option_string_actions), 1, 0.5)
+            near = difflib.get_close_matches(flag, list(self._option_string_actions), 1, 0.6)
             self.error(f"unknown flag {flag}" + (f"; did you mean {near[0]}?" if near else ""))
         return parsed
 
@@ -220,6 +220,8 @@ def check_path(path: str | None, flag: str) -> None:
     """Refuses a missing local path before anything heavy is imported. Hub ids (org/name) pass."""
     if path is None or (flag, path) == ("--draft", "none"):
         return
+    if not path.strip():
+        raise ConfigError(f"{flag} is empty; give a path, or leave the flag out")
     local = (
         path.startswith((".", "/", "~"))
         or path.endswith((".gguf", ".safetensors"))

@@ -147,7 +147,7 @@ def _run(args: argparse.Namespace) -> int:
         return job.plan()
     prompts = [_encode(llm, request, args, kwargs) for request in requests]
     _check_lengths(llm, requests, prompts)
-    job.warm_up(min(args.batch_size, len(prompts)))
+    job.warm_up(min(args.batch_size, len(prompts)), samplings)
     if len(requests) == 1 and not (args.json or args.jsonl):
         return job.stream(prompts[0], samplings[0])
     return job.many(requests, prompts, samplings)
@@ -165,6 +165,12 @@ def _check_combinations(args: argparse.Namespace) -> None:
         raise ConfigError(f"--batch-size {args.batch_size}: give at least 1")
     if args.logprobs is not None and not (args.json or args.jsonl):
         raise ConfigError("--logprobs are part of the JSON output; add --json or --jsonl")
+    if args.color_accepted and (args.json or args.jsonl):
+        raise ConfigError("--color-accepted colours text; drop it or --json/--jsonl")
+    if args.spec == "off":
+        for name in ("drafter", "depth", "width", "budget", "builder"):
+            if getattr(args, name) not in (None, "none"):
+                raise ConfigError(f"--{name} cannot apply with --spec off; drop one of them")
     if args.tree_round is not None:
         args.tree = True
         if args.tree_round < 1:
@@ -214,9 +220,8 @@ def _check_lengths(llm: Any, requests: Sequence[Request], prompts: Sequence[list
     for request, ids in zip(requests, prompts, strict=True):
         if len(ids) >= room:
             raise InputError(
-                f"{request.where}: the prompt has {len(ids)} tokens, but only {room} fit "
-                "with at least one token "
-                "of answer; shorten it or raise --capacity (the model's limit is "
+                f"{request.where}: the prompt has {len(ids)} tokens, but the context holds {room} "
+                "with the answer; shorten it or raise --capacity (the model's limit is "
                 f"{llm.model_config.max_context})"
             )
 

@@ -47,11 +47,12 @@ class Job:
         print("\n".join(lines))
         return 0
 
-    def warm_up(self, batch: int) -> None:
+    def warm_up(self, batch: int, samplings: Sequence[SamplingParams]) -> None:
         with cli.phase("compiling"):
-            self.compile_s = float(self.llm.warmup(batch=batch, spec=self.spec))
+            warm = self.llm.warmup
+            self.compile_s = float(warm(batch, self.spec, samplings, trace=self.args.tree))
             if self.args.compare:
-                self.compile_s += float(self.llm.warmup(batch=batch, spec=OFF))
+                self.compile_s += float(warm(batch, OFF, samplings))
 
     def stream(self, prompt: list[int], sampling: SamplingParams) -> int:
         """Prints the answer as it is made. Returns the exit code."""
@@ -93,16 +94,20 @@ class Job:
     ) -> int:
         """Batches of prompts in order. Returns the exit code."""
         documents: list[dict[str, Any]] = []
-        same, interrupted, size = True, False, self.args.batch_size
+        same, interrupted, size = True, False, min(self.args.batch_size, len(prompts))
         start = time.perf_counter()
         try:
             for first in range(0, len(prompts), size):
                 part = slice(first, first + size)
                 results = self.llm.generate(
-                    prompts[part], samplings[part], spec=self.spec, trace=self.args.tree
+                    prompts[part],
+                    samplings[part],
+                    spec=self.spec,
+                    trace=self.args.tree,
+                    group=size,
                 )
                 others = (
-                    self.llm.generate(prompts[part], samplings[part], spec=OFF)
+                    self.llm.generate(prompts[part], samplings[part], spec=OFF, group=size)
                     if self.args.compare
                     else None
                 )

@@ -86,3 +86,9 @@ def test_a_failed_round_leaves_a_usable_engine(monkeypatch):
     monkeypatch.undo()
     (result,) = llm.generate([PROMPTS[0]], greedy(8), spec=PLAIN)
     assert result.token_ids == expected
+
+
+@pytest.mark.parametrize("prompts", [None, 7, {"role": "user"}])
+def test_prompts_of_another_type(prompts):
+    with pytest.raises(InputError, match="is no text and no list"):
+        engine().generate(prompts)

@@ -156,3 +156,25 @@ def test_budget_of_one_is_plain():
     (result,) = engine().generate([PROMPTS[0]], greedy(20), spec=SpecConfig(mode="tree", budget=1))
     assert result.token_ids == target_says(PROMPTS[0])[:20]
     assert result.spec.tau == 1.0
+
+
+def test_a_smaller_last_group_compiles_nothing():
+    llm, spec = engine(), SpecConfig(mode="chain")
+    llm.generate(list(PROMPTS), greedy(6), spec=spec, group=4)
+    before = len(llm.programs)
+    (result,) = llm.generate([PROMPTS[0]], greedy(6), spec=spec, group=4)
+    assert len(llm.programs) == before
+    assert result.token_ids == target_says(PROMPTS[0])[:6]
+
+
+@pytest.mark.parametrize(
+    "sampling,trace",
+    [(SamplingParams(max_tokens=4, temperature=0.7), False), (greedy(4, logprobs=2), False)],
+    ids=["sampled", "logprobs"],
+)
+def test_warm_up_compiles_what_the_request_needs(sampling, trace):
+    llm, spec = engine(), SpecConfig(mode="chain")
+    llm.warmup(1, spec, [sampling], trace=trace)
+    before = len(llm.programs)
+    llm.generate([PROMPTS[0]], sampling, spec=spec, trace=trace)
+    assert len(llm.programs) == before

@@ -90,7 +90,9 @@ class FakeLLM:
     def plan(self) -> dict[str, Any]:
         return {"model": "fake", "spec": {"budget": 4}, "memory": {"weights_mb": 1.5}}
 
-    def warmup(self, batch: int = 1, spec: SpecConfig | None = None) -> float:
+    def warmup(
+        self, batch: int = 1, spec: Any = None, sampling: Any = (), *, trace: bool = False
+    ) -> float:
         return 0.25
 
     def measure_costs(self, batch: int = 1, spec: SpecConfig | None = None) -> dict[str, Any]:
@@ -103,6 +105,7 @@ class FakeLLM:
         *,
         spec: SpecConfig | None = None,
         trace: bool = False,
+        group: int | None = None,
     ) -> list[Any]:
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         prompts = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
@@ -124,6 +127,7 @@ class FakeLLM:
         template_kwargs: Any = None,
         spec: Any = None,
         trace: bool = False,
+        group: int | None = None,
     ) -> list[Any]:
         return self.generate(
             [self.tokenizer.chat(m, system=system) for m in messages],

@@ -144,6 +144,11 @@ BAD_INPUT = [
     ([" \n"], 1, "the prompt is empty"),
     (["a", "--prompt", "b"], 2, "once"),
     (["a", "b"], 2, "quotes"),
+    (["a", "--budget", "1000"], 2, "give at most 256"),
+    (["a", "--model", ""], 2, "--model is empty"),
+    (["a", "--draft", " "], 2, "--draft is empty"),
+    (["a", "--color-accepted", "--json"], 2, "--color-accepted colours text"),
+    (["a", "--spec", "off", "--budget", "8"], 2, "--budget cannot apply with --spec off"),
     (["a", "--budgett", "3"], 2, "unknown flag --budgett; did you mean --budget?"),
     (["a", "--max_tokens=3"], 2, "did you mean --max-tokens?"),
     (["a", "--budget", "many"], 2, "invalid int value"),
@@ -167,7 +172,7 @@ BAD_INPUT = [
     (["a", "--model", "/no/such/model"], 1, "--model /no/such/model: no such file"),
     (["a", "--draft", "./nothing"], 1, "--draft ./nothing: no such file"),
     (["--prompts", "/no/such.jsonl"], 1, "/no/such.jsonl: No such file"),
-    (["x" * 3000], 1, "the prompt has 3007 tokens, but only 2048 fit"),
+    (["x" * 3000], 1, "the prompt has 3007 tokens, but the context holds 2048"),
 ]
 
 

@@ -153,7 +153,7 @@ def test_bench_and_demo(tiny: Any, run: Run, tmp_path: Path) -> None:
 def test_too_long_prompts_name_both_numbers(tiny: Any, run: Run) -> None:
     got = run(generate.main, "x" * 300, *FLAGS)
     assert got.code == 1 and got.out == ""
-    assert re.search(r"the prompt has 3\d\d tokens, but only 192 fit", got.error)
+    assert re.search(r"the prompt has 3\d\d tokens, but the context holds 192", got.error)
 
 
 def test_plan(tiny: Any, run: Run) -> None:
