@@ -34,7 +34,7 @@ _ROUNDS, _REPEATS = 3, 4
 _NEVER = 1e9
 
 
-def placeholder(plan: RoundPlan) -> Costs:
+def unmeasured(plan: RoundPlan) -> Costs:
     """Costs for plans that have nothing to choose, and before anything is measured: rows in
     proportion.
     """
@@ -51,7 +51,7 @@ def measure(llm: LLM, plan: RoundPlan, batch: int) -> dict[str, Any]:
     of a few short runs is taken, since other processes can only add time.
     """
     count = len(plan.budgets)
-    with llm.session(plan, batch, placeholder(plan)) as session:
+    with llm.session(plan, batch, unmeasured(plan)) as session:
         session.compile(details=False)
         prompt = [int(i) for i in np.arange(_PROMPT) % llm.model_config.vocab_size]
         limit = llm.capacity
@@ -120,7 +120,7 @@ def load_or_measure(llm: LLM, plan: RoundPlan, batch: int, say: Callable[[str], 
     kept there.
     """
     if llm.capacity < 2 * _PROMPT + _REPEATS * _ROUNDS * plan.path_rows:
-        return placeholder(plan)
+        return unmeasured(plan)
     key = hashlib.sha256(
         f"{_VERSION}|{_device_key()}|{batch}|{llm.engine}|{plan!r}".encode()
     ).hexdigest()[:24]

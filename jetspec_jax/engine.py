@@ -267,7 +267,7 @@ class LLM:
             draft=head.params if head is not None else None,
             draft_lm=head.lm_rows if head is not None else None,
             draft_ids=head.ids if head is not None else None,
-            costs=table if table is not None else costs.placeholder(plan),
+            costs=table if table is not None else costs.unmeasured(plan),
             script=self.script if plan.spec.drafter == SCRIPTED else None,
         )
 

@@ -16,13 +16,14 @@ import numpy as np
 
 from jetspec_jax import drafter
 from jetspec_jax.config import DraftConfig, EngineConfig, ModelConfig
-from jetspec_jax.errors import ModelFileError
+from jetspec_jax.errors import ConfigError, KernelError, ModelFileError
 from jetspec_jax.models import decoder
 from jetspec_jax.models.spec import WeightSpec
 from jetspec_jax.numerics import take_rows
 from jetspec_jax.text import Tokenizer, load_tokenizer
 from jetspec_jax.typing import Array, Params, PyTree
 from jetspec_jax.weights import bundled_model_path, load_params, open_source, resolve_model
+from pallas_kernels import native, tree_attention
 from pallas_kernels import row_invariant_matmul as rim
 
 
@@ -64,11 +65,25 @@ class Head:
 def weight_transform(
     engine: EngineConfig,
 ) -> tuple[Callable[[str, WeightSpec, np.ndarray], Any] | None, str]:
-    """The repacking of projections for `engine.kernels`, and what will run ("cpu" or "xla")."""
+    """The repacking of projections for `engine.kernels`, and what will run ("cpu" or "xla").
+
+    Raises:
+        ConfigError: native kernels asked for in a dtype they are not wired for.
+        KernelError: native kernels asked for, and they cannot be built here.
+    """
     if engine.dtype != "float32":
+        if engine.kernels == "cpu":
+            raise ConfigError(
+                f"kernels='cpu' run float32, not {engine.dtype}; drop --kernels cpu or --dtype"
+            )
         return None, "xla"
-    chosen = rim.resolve(engine.kernels)  # type: ignore[arg-type]
-    if chosen == "xla":
+    wanted: Any = engine.kernels
+    try:
+        # matmul and attention go together: the bits of a row depend on both
+        chosen = {rim.resolve(wanted), tree_attention.resolve(wanted)}
+    except native.KernelError as err:
+        raise KernelError(str(err)) from err
+    if chosen != {"cpu"}:
         return None, "xla"
 
     def transform(_: str, spec: WeightSpec, array: np.ndarray) -> Any:
