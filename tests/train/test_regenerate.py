@@ -1,0 +1,80 @@
+"""Regeneration: the target's own tokens and features, every prompt accounted for, resumable."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetspec_jax import EngineConfig, SamplingParams, SpecConfig
+from jetspec_jax.engine import LLM
+from jetspec_jax.models.decoder import Numerics, forward_full
+from jetspec_jax.testing import EOS, tiny_target
+from train.regenerate import RegenConfig, Regenerator, ShardWriter
+
+TAPS, MAX_NEW = (0, 1), 24
+PROMPTS = ([72, 105, 33], [72, 105] + [40] * 70, [9, 8, 7, 6])  # one longer than a prefill chunk
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(engine=EngineConfig())
+
+
+@pytest.fixture(scope="module")
+def written(target):
+    """Three prompts through two slots: the third takes a slot that another sequence left."""
+    native = target.kernels == "cpu"
+    cfg = RegenConfig(2, 96, MAX_NEW, TAPS, Numerics(native=native, attention_chunk=128))
+    regen = Regenerator(target, cfg)
+    queue, done = list(enumerate(PROMPTS)), []
+    while queue or any(regen.writing):
+        for slot in range(2):
+            if regen.writing[slot] is None and queue:
+                i, ids = queue.pop(0)
+                prompt = {"id": str(i), "source": "test"}
+                regen.start(slot, prompt, ids, SamplingParams())
+        done += regen.advance({EOS})
+    return {int(seq.prompt_id): seq for seq in done}
+
+
+def test_the_answers_are_the_targets_own(target, written):
+    llm = LLM.from_parts(target, engine=EngineConfig(capacity=192))
+    plain = llm.generate(
+        [list(p) for p in PROMPTS], SamplingParams(max_tokens=MAX_NEW), spec=SpecConfig(mode="off")
+    )
+    for i, result in enumerate(plain):
+        assert written[i].ids == [*PROMPTS[i], *result.token_ids]
+        assert written[i].prompt_len == len(PROMPTS[i])
+
+
+def test_the_features_are_those_of_a_forward_over_the_sequence(target, written):
+    for seq in written.values():
+        rows = np.concatenate(seq.features).astype(np.float32)
+        # the last id was never fed to the model
+        assert len(rows) == len(seq.ids) - 1
+        out = forward_full(
+            target.params, target.config, jnp.asarray([seq.ids[:-1]], jnp.int32), taps=TAPS
+        )
+        expected = np.concatenate([np.asarray(out.taps[0]), np.asarray(out.hidden[0])[:, None]], 1)
+        np.testing.assert_allclose(rows, expected, rtol=0.02, atol=0.02)  # stored in bfloat16
+
+
+def test_every_prompt_is_accounted_for_and_a_second_run_goes_on(tmp_path, written):
+    writer = ShardWriter(tmp_path, per_shard=2)
+    for seq in written.values():
+        writer.add(seq)
+    writer.drop("too-long", "skipped", "900 prompt tokens")
+    assert writer.seen == {"0", "1", "too-long"}  # the third waits for its shard
+    writer.flush()
+    again = ShardWriter(tmp_path)
+    assert again.seen == {"0", "1", "2", "too-long"}
+    assert again.tokens == sum(len(s.ids) - s.prompt_len for s in written.values())
+    shards = [line["shard"] for line in again.lines if line["verdict"] == "done"]
+    assert shards == ["shard_00000.npz", "shard_00001.npz"]
+    with np.load(tmp_path / shards[0]) as data:
+        length = int(data["length"][0])
+        first = json.loads((tmp_path / "manifest.jsonl").read_text().splitlines()[0])["ids"][0]
+        assert data["tokens"][0, :length].tolist() == written[int(first)].ids
+        assert data["taps"].shape[2:] == (len(TAPS), 32)
+    assert not list(tmp_path.glob("*.part"))
