@@ -12,8 +12,8 @@ _logger = logging.getLogger("pallas_kernels")
 
 
 @functools.cache
-def _log_once(op: str, chosen: str, reason: str) -> None:
-    _logger.info("%s: %s (%s)", op, chosen, reason)
+def _log_once(op: str, chosen: str, reason: str, level: int = logging.INFO) -> None:
+    _logger.log(level, "%s: %s (%s)", op, chosen, reason)
 
 
 def choose(
@@ -49,7 +49,8 @@ def choose(
             raise KernelError(
                 f"{op}: implementation 'cpu' is not available: {error}; use 'auto' or 'xla'"
             ) from error
-        _log_once(op, "xla", f"native kernel not available: {error}")
+        # a warning reaches stderr without any logging set-up: slower than asked for is no secret
+        _log_once(op, "xla", f"native kernel not available: {error}", logging.WARNING)
         return "xla"
     _log_once(op, "cpu", "requested" if implementation == "cpu" else "native kernel available")
     return "cpu"

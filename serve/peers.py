@@ -12,11 +12,13 @@ greedy, batch 1. Last line of stdout: JSON.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from jetspec_jax.config import ModelConfig
 from jetspec_jax.errors import JetSpecError, ModelFileError
 from jetspec_jax.weights import bundled_model_path, open_source
 from serve import cli
-from serve.facts import hardware
+from serve.facts import cores, hardware
 from serve.suites import load_suite
 
 _WORKER = """
@@ -156,6 +158,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
                 print({k: round(v[-1], 1) for k, v in rates.items()}, file=sys.stderr, flush=True)
         finally:
             peer.close()
+    weights = llm.plan()["memory"]["target_bytes"]
+    bandwidth = read_bandwidth()
     median = {k: statistics.median(v) for k, v in rates.items()}
     return {
         "prompts": len(suite.prompts),
@@ -165,12 +169,26 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "vs_transformers": {
             k: round(median[k] / median["transformers"], 3) for k in ("plain", "speculative")
         },
+        "read_gb_s": round(bandwidth / 1e9, 1),
+        "plain_of_bandwidth_limit": round(median["plain"] * weights / bandwidth, 3),
         "peer": peer.versions,
         "hardware": hardware(),
         "dtype": "float32",
         "batch": 1,
         "temperature": 0.0,
     }
+
+
+def read_bandwidth() -> float:
+    """Bytes per second that this machine reads, best of six passes of one numpy thread per core."""
+    halves = np.array_split(np.ones(128 << 20, np.float32), cores())  # 512 MiB: beyond any cache
+    best = float("inf")
+    with concurrent.futures.ThreadPoolExecutor(len(halves)) as pool:
+        for _ in range(6):
+            began = time.perf_counter()
+            list(pool.map(np.max, halves))
+            best = min(best, time.perf_counter() - began)
+    return sum(h.nbytes for h in halves) / best
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -98,6 +98,7 @@ def test_no_compiler(
     with caplog.at_level(logging.INFO, logger="pallas_kernels"):
         assert [dispatch.choose("op", "auto", load) for _ in range(3)] == ["xla"] * 3
     assert len(caplog.messages) == 1
+    assert caplog.records[0].levelno == logging.WARNING  # shown without any logging set-up
     assert "op: xla" in caplog.messages[0] and "no C++ compiler on PATH" in caplog.messages[0]
     with pytest.raises(native.KernelError, match=r"'cpu' is not available.*no C\+\+ compiler"):
         dispatch.choose("op", "cpu", load)
