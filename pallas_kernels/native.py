@@ -1,11 +1,13 @@
 """Build, load and register the native CPU kernels.
 
-The C++ source of an op lies beside it (`<op>/cpu.cc`). At first use it is compiled with the
-system's compiler against the headers that JAX ships (`jax.ffi.include_dir()`), kept in the user's
-cache directory under a key made of everything the binary depends on, loaded with ctypes and
-registered with `jax.ffi`. A later process only loads it.
+The C++ source of an op lies beside it (`<op>/cpu.cc`). At first use all of them are compiled, side
+by side, with the system's compiler against the headers that JAX ships (`jax.ffi.include_dir()`),
+linked into one library (ops call each other's code), kept in the user's cache directory under a key
+made of everything the binary depends on, loaded with ctypes and registered with `jax.ffi`. A later
+process only loads it.
 """
 
+import concurrent.futures
 import ctypes
 import dataclasses
 import functools
@@ -25,10 +27,12 @@ import jax
 import jaxlib.version
 
 COMPILERS = ("c++", "g++", "clang++")
-_COMMON_HEADER = Path(__file__).with_name("cpu_common.h")
+_HERE = Path(__file__).parent
+SOURCES = tuple(sorted(_HERE.glob("*/cpu.cc")))  # of all ops
+HEADERS = tuple(sorted((*_HERE.glob("*.h"), *_HERE.glob("*/*.h"))))
 # Contraction is off so that a fused multiply-add appears exactly where the source says so: the bits
 # are then the same for every compiler and vector width.
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-w")
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-w")
 _BUILD_TIMEOUT_S = 600.0
 
 
@@ -42,27 +46,32 @@ class NativeLibrary:
 
     Attributes:
       path: the shared object in the cache.
-      targets: FFI target name by C symbol, registered for platform "cpu".
       built: whether this process compiled it (False: found in the cache).
       seconds: time spent in the compiler by this process (0.0 when found).
+      handle: the library, for its plain C functions.
     """
 
     path: Path
-    targets: dict[str, str]
     built: bool
     seconds: float
     handle: ctypes.CDLL = dataclasses.field(repr=False)
+
+    def target(self, symbol: str) -> str:
+        """FFI target name of an `XLA_FFI_DEFINE_HANDLER_SYMBOL`, registered for platform "cpu"."""
+        # the key of the build is part of the name: same name, same code
+        name = f"jetspec_{self.path.parent.name[:12]}_{symbol}"
+        with _lock:
+            if name not in _registered:
+                capsule = jax.ffi.pycapsule(getattr(self.handle, symbol))
+                jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+                _registered[name] = self.handle
+        return name
 
 
 def cache_root() -> Path:
     """The compiled kernels: `jetspec-jax/kernels` in `$XDG_CACHE_HOME` or `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "jetspec-jax" / "kernels"
-
-
-def source_beside(module_file: str) -> Path:
-    """The C++ source of the op whose Python module is `module_file`."""
-    return Path(module_file).with_name("cpu.cc")
 
 
 def _one_line(text: str, limit: int = 300) -> str:
@@ -135,37 +144,50 @@ class _FileLock:
         self._file.close()
 
 
-def _compile(source: Path, target: Path, compiler: str, flags: Sequence[str]) -> None:
+def _run(command: list[str], what: str) -> None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise KernelError(f"{command[0]} failed: {_one_line(str(error))}") from error
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr]
+        raise KernelError(f"{command[0]} could not {what}: {_one_line(lines[0])}")
+
+
+def _compile(
+    sources: Sequence[Path], target: Path, compiler: str, flags: Sequence[str], link: Sequence[str]
+) -> None:
     """Compiles in a private directory, then renames: readers never see half a file."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as scratch:
         output = Path(scratch) / target.name
-        command = [compiler, *flags, "-o", str(output), str(source)]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            raise KernelError(f"{compiler} failed: {_one_line(str(error))}") from error
-        if done.returncode != 0:
-            lines = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr]
-            raise KernelError(f"{compiler} could not compile {source}: {_one_line(lines[0])}")
+        objects = [Path(scratch) / f"{i}.o" for i in range(len(sources))]
+
+        def one(source: Path, to: Path) -> None:
+            _run([compiler, *flags, "-c", "-o", str(to), str(source)], f"compile {source}")
+
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(one, sources, objects))
+        _run([compiler, "-shared", *link, "-o", str(output), *map(str, objects)], "link")
         os.replace(output, target)
 
 
 def _build_and_open(
-    source: Path, compiler: str, flags: tuple[str, ...]
+    sources: Sequence[Path], compiler: str, extra_flags: tuple[str, ...]
 ) -> tuple[ctypes.CDLL, Path, float]:
-    key = build_key((source, _COMMON_HEADER), compiler, flags)
+    flags = (*_FLAGS, _arch_flag(), *extra_flags)
+    key = build_key((*sources, *HEADERS), compiler, flags)
     folder = cache_root() / key
-    target = folder / f"{source.parent.name}.so"
-    full = (*flags, f"-I{jax.ffi.include_dir()}", f"-I{_COMMON_HEADER.parent}")
+    target = folder / "kernels.so"
+    full = (*flags, f"-I{jax.ffi.include_dir()}", f"-I{_HERE}")
     folder.mkdir(parents=True, exist_ok=True)
     seconds = 0.0
     with _FileLock(folder / ".lock"):
         for attempt in (0, 1):
             if not target.exists():
                 start = time.perf_counter()
-                _compile(source, target, compiler, full)
+                _compile(sources, target, compiler, full, extra_flags)
                 seconds = time.perf_counter() - start
             try:
                 return ctypes.CDLL(str(target)), target, seconds
@@ -176,18 +198,24 @@ def _build_and_open(
     raise KernelError(f"cannot load {target}")
 
 
+_build_lock = threading.Lock()
 _lock = threading.Lock()
 _registered: dict[str, ctypes.CDLL] = {}  # FFI target names are global to the process
-_loaded: dict[tuple[Path, tuple[str, ...]], NativeLibrary | str] = {}
+_loaded: dict[tuple[tuple[Path, ...], tuple[str, ...]], NativeLibrary | str] = {}
 
 
-def load(source: Path, symbols: Sequence[str], extra_flags: Sequence[str] = ()) -> NativeLibrary:
-    """Compiles (at first use), loads and registers the FFI handlers of one source file.
+def library(extra_flags: Sequence[str] = ()) -> NativeLibrary:
+    """The kernels of all ops; built at first use. Arguments and errors as `load`."""
+    return load(SOURCES, extra_flags)
+
+
+def load(sources: Sequence[Path], extra_flags: Sequence[str] = ()) -> NativeLibrary:
+    """Compiles (at first use) and loads C++ sources as one library.
 
     Args:
-      source: the C++ file.
-      symbols: its `XLA_FFI_DEFINE_HANDLER_SYMBOL` names.
-      extra_flags: appended compiler flags (tests force a narrower vector form with them).
+      sources: the C++ files.
+      extra_flags: appended compiler and linker flags (tests force a narrower vector form with
+        them).
 
     Returns:
       The library, the same object for every later call in this process.
@@ -196,12 +224,12 @@ def load(source: Path, symbols: Sequence[str], extra_flags: Sequence[str] = ()) 
       KernelError: no compiler, a failed build, or a cache directory that cannot be written. The
         outcome is remembered for the process: it is not tried again at every call.
     """
-    slot = (source, tuple(extra_flags))
-    with _lock:
+    slot = (tuple(sources), tuple(extra_flags))
+    with _build_lock:
         known = _loaded.get(slot)
         if known is None:
             try:
-                known = _load(source, symbols, tuple(extra_flags))
+                known = _load(*slot)
             except KernelError as error:
                 known = str(error)
             except (OSError, ImportError) as error:
@@ -212,27 +240,16 @@ def load(source: Path, symbols: Sequence[str], extra_flags: Sequence[str] = ()) 
     return known
 
 
-def _load(source: Path, symbols: Sequence[str], extra_flags: tuple[str, ...]) -> NativeLibrary:
+def _load(sources: tuple[Path, ...], extra_flags: tuple[str, ...]) -> NativeLibrary:
     compilers = _find_compilers()
     if not compilers:
         raise KernelError(f"no C++ compiler on PATH (looked for {', '.join(COMPILERS)})")
-    flags = (*_FLAGS, _arch_flag(), *extra_flags)
     failures: list[str] = []
     for compiler in compilers:
         try:
-            handle, path, seconds = _build_and_open(source, compiler, flags)
+            handle, path, seconds = _build_and_open(sources, compiler, extra_flags)
         except KernelError as error:
             failures.append(str(error))
             continue
-        prefix = f"jetspec_{path.parent.name[:12]}"
-        targets: dict[str, str] = {}
-        for symbol in symbols:
-            name = f"{prefix}_{symbol}"
-            targets[symbol] = name
-            if name not in _registered:  # the key is part of the name: same name, same code
-                jax.ffi.register_ffi_target(
-                    name, jax.ffi.pycapsule(getattr(handle, symbol)), platform="cpu"
-                )
-                _registered[name] = handle
-        return NativeLibrary(path, targets, seconds > 0.0, seconds, handle)
+        return NativeLibrary(path, seconds > 0.0, seconds, handle)
     raise KernelError("; ".join(failures))

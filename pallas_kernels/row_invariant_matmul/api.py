@@ -141,7 +141,7 @@ def _call(packed: PackedWeight, threads: int, gated: bool):
 @functools.cache
 def _build_call(n: int, form: str, threads: int, gated: bool):
     """The FFI call for one weight shape: f(x [M, k], data, extras) -> [M, n or n / 2]."""
-    target = packing.library().targets["Matmul"]
+    target = native.library().target("Matmul")
     width = n // 2 if gated else n
 
     @jax.custom_batching.custom_vmap

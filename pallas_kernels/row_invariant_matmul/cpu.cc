@@ -10,15 +10,16 @@
 //   2 q8_0   [panel][k/32][64 B: 32 scales f16][k%32][32] int8             value = q * scale
 //   3 q4_1   [panel][k/32][64 B: 32 scales f16][64 B: 32 minima f16][(k%32)/2][32] byte, low nibble: even k
 //                                                                         value = q * scale + minimum
+#include "row_invariant_matmul/kernel.h"
+
 #include "cpu_common.h"
 
 namespace jetspec {
 namespace {
 
-constexpr int kPanel = 32;
 constexpr int kBlock = 32;  // k steps that share a scale
 constexpr int kVectors = kPanel / kLanes;
-constexpr int kMaxRows = 128;  // rows whose accumulators are kept at once (16 KB)
+constexpr int kMaxRows = kMaxPanelRows;  // rows whose accumulators are kept at once (16 KB)
 constexpr int kChunk = 128;    // k steps per pass when several passes share the weights: 16 KB, stays in L1
 constexpr int kAhead = 48;     // k steps of prefetch distance of a single fp32 pass
 
@@ -187,14 +188,7 @@ FusedTile find_fused_tile(int rows) {
 }
 
 // ---- One panel -----------------------------------------------------------------------------------------------------
-struct Job {
-  const float* x;
-  const uint8_t* w;
-  float* y;
-  const float* bias;      // [outputs] or null
-  const float* residual;  // [rows, outputs] or null
-  int rows, depth, outputs;
-};
+using Job = MatmulJob;
 
 // acc[0..rows)[32] = x[0..rows) times panel `index`. `scratch` holds kChunk decoded steps.
 template <typename Format>
@@ -246,7 +240,7 @@ void compute_panel(const Job& job, int index) {
     const int rows = std::min(kMaxRows, job.rows - m0);
     accumulate<Format>(job, job.x + static_cast<size_t>(m0) * job.depth, rows, index, acc, scratch);
     for (int r = 0; r < rows; ++r) {
-      const size_t offset = static_cast<size_t>(m0 + r) * job.outputs + first;
+      const size_t offset = static_cast<size_t>(m0 + r) * job.stride + first;
       float* a = acc + r * kPanel;
       if (job.bias)
         for (int n = 0; n < width; ++n) a[n] += job.bias[first + n];
@@ -296,8 +290,13 @@ void compute_gated_panel(const Job& job, int index) {
     accumulate<Format>(job, x, rows, index, gate, scratch);
     accumulate<Format>(job, x, rows, index + half / kPanel, value, scratch);
     for (int r = 0; r < rows; ++r) {
-      float* y = job.y + static_cast<size_t>(m0 + r) * half + index * kPanel;
-      const float *g = gate + r * kPanel, *v = value + r * kPanel;
+      float* y = job.y + static_cast<size_t>(m0 + r) * job.stride + index * kPanel;
+      float *g = gate + r * kPanel, *v = value + r * kPanel;
+      if (job.bias)
+        for (int n = 0; n < kPanel; ++n) {
+          g[n] += job.bias[index * kPanel + n];
+          v[n] += job.bias[half + index * kPanel + n];
+        }
       for (int n = 0; n < kPanel; ++n) {
         // sigmoid(g) from exp(-|g|), which cannot overflow.
         const float e = exp_negative(-__builtin_fabsf(g[n]));
@@ -319,14 +318,46 @@ Panel find_panel(int64_t format, bool gated) {
   }
 }
 
-size_t panel_bytes(int64_t format, size_t depth) {
+using Accumulate = void (*)(const Job&, const float*, int, size_t, float*, float*);
+
+Accumulate find_accumulate(int64_t format) {
   switch (format) {
-    case 0: return F32::bytes(depth);
-    case 1: return BF16::bytes(depth);
-    case 2: return Q80::bytes(depth);
-    default: return Q41::bytes(depth);
+    case 0: return accumulate<F32>;
+    case 1: return accumulate<BF16>;
+    case 2: return accumulate<Q80>;
+    default: return accumulate<Q41>;
   }
 }
+
+}  // namespace
+
+size_t matmul_weight_bytes(int64_t format, size_t depth, size_t outputs) {
+  const size_t panels = (outputs + kPanel - 1) / kPanel;
+  if (format >= 2 && depth % kBlock != 0) return 0;
+  switch (format) {
+    case 0: return panels * F32::bytes(depth);
+    case 1: return panels * BF16::bytes(depth);
+    case 2: return panels * Q80::bytes(depth);
+    case 3: return panels * Q41::bytes(depth);
+    default: return 0;
+  }
+}
+
+int matmul_tasks(const MatmulJob& job) {
+  return job.gated ? job.outputs / (2 * kPanel) : (job.outputs + kPanel - 1) / kPanel;
+}
+
+void matmul_run(const MatmulJob& job, int begin, int end) {
+  const Panel run = find_panel(job.format, job.gated);
+  for (int i = begin; i < end; ++i) run(job, i);
+}
+
+void matmul_panel(const MatmulJob& job, int index, float* acc) {
+  alignas(64) float scratch[kChunk * kPanel];
+  find_accumulate(job.format)(job, job.x, job.rows, index, acc, scratch);
+}
+
+namespace {
 
 // Arguments: x [M, K] f32, w packed, then bias [N] f32 if has_bias, residual [M, N] f32 if has_residual.
 ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, ffi::RemainingArgs more,
@@ -338,15 +369,14 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer 
   const auto xd = x.dimensions(), yd = y->dimensions();
   if (xd.size() != 2 || yd.size() != 2 || yd[0] != xd[0] || yd[1] != (gated ? outputs / 2 : outputs))
     return bad("x, y and the number of outputs do not fit");
-  const int64_t panels = (outputs + kPanel - 1) / kPanel;
-  const Panel run = find_panel(format, gated);
-  if (run == nullptr || (format >= 2 && xd[1] % kBlock != 0) || (gated && outputs % (2 * kPanel) != 0))
+  if (find_panel(format, gated) == nullptr || (gated && outputs % (2 * kPanel) != 0))
     return bad("this format or epilogue does not take these sizes");
-  if (w.size_bytes() != panels * panel_bytes(format, xd[1])) return bad("packed weight of the wrong size");
+  if (w.size_bytes() != matmul_weight_bytes(format, xd[1], outputs)) return bad("packed weight of the wrong size");
   Job job{x.typed_data(), static_cast<const uint8_t*>(w.untyped_data()), y->typed_data(), nullptr, nullptr,
-          static_cast<int>(xd[0]), static_cast<int>(xd[1]), static_cast<int>(outputs)};
+          static_cast<int>(xd[0]), static_cast<int>(xd[1]), static_cast<int>(outputs), static_cast<int>(format), gated,
+          static_cast<size_t>(yd[1])};
   const size_t wanted = size_t{has_bias} + has_residual;
-  if (more.size() != wanted || (gated && wanted != 0)) return bad("wrong number of epilogue arguments");
+  if (more.size() != wanted || (gated && has_residual)) return bad("wrong number of epilogue arguments");
   for (size_t i = 0; i < wanted; ++i) {
     const auto extra = more.get<ffi::Buffer<ffi::F32>>(i);
     const bool is_bias = has_bias && i == 0;
@@ -355,10 +385,8 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer 
     (is_bias ? job.bias : job.residual) = extra->typed_data();
   }
   if (job.rows == 0 || outputs == 0) return ffi::Error::Success();
-  const int tasks = static_cast<int>(gated ? panels / 2 : panels);
-  parallel_for(pool, tasks, static_cast<int>(threads), [&job, run](int begin, int end) {
-    for (int i = begin; i < end; ++i) run(job, i);
-  });
+  parallel_for(pool, matmul_tasks(job), static_cast<int>(threads),
+               [&job](int begin, int end) { matmul_run(job, begin, end); });
   return ffi::Error::Success();
 }
 
@@ -382,7 +410,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, jetspec::matmul,
 // The same on plain pointers and the calling thread: for tests with buffers XLA never makes (misaligned, guarded).
 extern "C" void matmul_plain(const float* x, const void* w, float* y, int rows, int depth, int outputs, int format) {
   using namespace jetspec;
-  const Job job{x, static_cast<const uint8_t*>(w), y, nullptr, nullptr, rows, depth, outputs};
+  const Job job{x,    static_cast<const uint8_t*>(w), y, nullptr, nullptr, rows, depth, outputs, format,
+                false, static_cast<size_t>(outputs)};
   FloatEnv env;
-  for (int i = 0; i < (outputs + kPanel - 1) / kPanel; ++i) find_panel(format, false)(job, i);
+  matmul_run(job, 0, matmul_tasks(job));
 }

@@ -143,15 +143,6 @@ def _panels(data: jax.Array, form: str) -> jax.Array:
     return data if form in ("f32", "bf16") else reference.dequantize_panels(data, form)
 
 
-def library() -> native.NativeLibrary:
-    """The compiled kernel; builds it at first use."""
-    return native.load(SOURCE, SYMBOLS)
-
-
-SOURCE = native.source_beside(__file__)
-SYMBOLS = ("Matmul",)
-
-
 def resolve(implementation: dispatch.Implementation = "auto") -> Literal["cpu", "xla"]:
     """What `implementation` means here; builds the native kernel if it may be used (once).
 
@@ -164,5 +155,5 @@ def resolve(implementation: dispatch.Implementation = "auto") -> Literal["cpu", 
             raise native.KernelError(
                 f"{specs.OP}: implementation 'cpu' needs backend cpu, not {backend!r}: use 'xla'"
             )
-        return dispatch.choose(specs.OP, "xla", library)
-    return dispatch.choose(specs.OP, implementation, library)
+        return dispatch.choose(specs.OP, "xla", native.library)
+    return dispatch.choose(specs.OP, implementation, native.library)

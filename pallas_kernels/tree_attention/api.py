@@ -6,7 +6,6 @@ visible keys alone: a row of a tree gets the bits that plain decoding of its pat
 wherever its ancestors lie (algorithm.md section 6).
 """
 
-from pathlib import Path
 from typing import Literal
 
 import jax
@@ -16,13 +15,7 @@ import numpy as np
 from pallas_kernels import dispatch, native
 from pallas_kernels.tree_attention import reference, specs
 
-_SOURCE = Path(__file__).with_name("cpu.cc")
-_SYMBOLS = ("TreeAttentionF32", "TreeAttentionBf16")
 _SYMBOL_OF_DTYPE = {"float32": "TreeAttentionF32", "bfloat16": "TreeAttentionBf16"}
-
-
-def _library() -> native.NativeLibrary:
-    return native.load(_SOURCE, _SYMBOLS)
 
 
 def resolve(implementation: dispatch.Implementation = "auto") -> Literal["cpu", "xla"]:
@@ -37,8 +30,8 @@ def resolve(implementation: dispatch.Implementation = "auto") -> Literal["cpu", 
                 f"{specs.OP}: implementation 'cpu' needs JAX's cpu backend, "
                 f"not {jax.default_backend()!r}"
             )
-        return dispatch.choose(specs.OP, "xla", _library)
-    return dispatch.choose(specs.OP, implementation, _library)
+        return dispatch.choose(specs.OP, "xla", native.library)
+    return dispatch.choose(specs.OP, implementation, native.library)
 
 
 def tree_attention(
@@ -93,7 +86,7 @@ def tree_attention(
             q, cache_k, cache_v, lengths, new_k, new_v, mask, scale=scale
         )
     call = jax.ffi.ffi_call(
-        _library().targets[symbol],
+        native.library().target(symbol),
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         vmap_method="broadcast_all",
     )

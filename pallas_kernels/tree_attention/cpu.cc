@@ -13,6 +13,8 @@
 #include <limits>
 #include <memory>
 
+#include "tree_attention/kernel.h"
+
 #include "cpu_common.h"
 
 namespace jetspec {
@@ -284,19 +286,7 @@ inline float softmax_row(float* s, int count) {
 
 // ---- One unit of work ----------------------------------------------------------------------------------------------
 template <typename E>
-using ScoreRows = void (*)(const float*, int, int, const E*, const int*, int, float, float*, size_t);
-
-template <typename E>
-struct Job {
-  const E *q, *cache_k, *cache_v, *new_k, *new_v;
-  const int32_t* lengths;
-  const uint8_t* mask;
-  E* out;
-  int batch, heads, group, rows, dim, capacity;
-  int block, blocks;  // new rows per unit and units per (sequence, head)
-  float scale;
-  ScoreRows<E> score_rows;
-};
+using Job = AttentionJob<E>;
 
 // Grows and never shrinks; one per thread.
 struct Scratch {
@@ -327,7 +317,11 @@ template <typename E>
 void attend(const Job<E>& job, int index) {
   const int part = index % job.blocks, pair = index / job.blocks;
   const int b = pair / job.heads;
-  const int t0 = part * job.block, t1 = std::min(job.rows, t0 + job.block);
+  const int count_b = job.counts ? job.counts[b] : job.rows;
+  const int t0 = part * job.block, t1 = std::min(count_b, t0 + job.block);
+  if (t0 >= t1) return;
+  const size_t first = job.first ? job.first[b] * job.row_stride : static_cast<size_t>(b) * job.sequence_stride;
+  const size_t head0 = first + static_cast<size_t>(pair % job.heads) * job.group * job.head_stride;
   const int group = job.group, dim = job.dim, rows = (t1 - t0) * group;
   const int padded = (dim + kWide - 1) / kWide * kWide;
   const bool copy = padded != dim;
@@ -348,7 +342,7 @@ void attend(const Job<E>& job, int index) {
   // Packed row order: all heads of the group beside each other, they see the same keys.
   for (int t = t0; t < t1; ++t)
     for (int g = 0; g < group; ++g) {
-      const E* from = job.q + ((static_cast<size_t>(pair) * group + g) * job.rows + t) * dim;
+      const E* from = job.q + head0 + g * job.head_stride + t * job.row_stride;
       float* to = q + (static_cast<size_t>(t - t0) * group + g) * padded;
       for (int i = 0; i < dim; ++i) to[i] = widen(from[i]);
       for (int i = dim; i < padded; ++i) to[i] = 0.0f;
@@ -379,7 +373,7 @@ void attend(const Job<E>& job, int index) {
   auto visible = [&](int t) {
     const uint8_t* seen = job.mask + (static_cast<size_t>(b) * job.rows + t) * job.rows;
     int count = 0;
-    for (int j = 0; j < job.rows; ++j) {
+    for (int j = 0; j < count_b; ++j) {
       list[count] = j;
       count += seen[j] != 0;
     }
@@ -415,19 +409,48 @@ void attend(const Job<E>& job, int index) {
     for (int g = 0; g < group; ++g) {
       const float* from = acc + static_cast<size_t>(r + g) * padded;
       const float total = q[static_cast<size_t>(r + g) * padded];
-      E* to = job.out + ((static_cast<size_t>(pair) * group + g) * job.rows + t) * dim;
+      E* to = job.out + head0 + g * job.head_stride + t * job.row_stride;
       for (int i = 0; i < dim; ++i) narrow(live + count == 0 ? 0.0f : from[i] / total, to + i);
     }
   }
 }
 
 template <typename E>
-ScoreRows<E> find_score_rows(int steps) {
+typename Job<E>::ScoreRows find_score_rows(int steps) {
   if (steps == 4) return score_rows<4, E>;
   if constexpr (sizeof(E) == sizeof(float))
     if (steps == 8) return score_rows<8, E>;
   return score_rows<0, E>;
 }
+
+// Rows per unit: scores within their share of the cache, and enough units to keep the threads evenly busy.
+template <typename E>
+void plan(Job<E>& job, int threads) {
+  int longest = 0;
+  for (int b = 0; b < job.batch; ++b) longest = std::max(longest, job.lengths[b]);
+  const size_t per_row = static_cast<size_t>(longest) + job.rows + 2 * kWide;
+  const size_t fit = std::max<size_t>(1, kScoreFloats / (per_row * job.group));
+  const int pairs = job.batch * job.heads;
+  const int least = (kSplitRows + job.group - 1) / job.group;
+  const int wanted = 4 * std::max(1, threads);
+  const int split = std::max(1, wanted / std::min(pairs, wanted));
+  job.block = std::max(std::min(job.rows, least), (job.rows + split - 1) / split);
+  job.block = static_cast<int>(std::min<size_t>(job.block, fit));
+  job.blocks = (job.rows + job.block - 1) / job.block;
+  job.score_rows = find_score_rows<E>((job.dim + kWide - 1) / kWide);
+}
+
+}  // namespace
+
+void attention_plan(AttentionJob<float>& job, int threads) { plan(job, threads); }
+
+int attention_tasks(const AttentionJob<float>& job) { return job.batch * job.heads * job.blocks; }
+
+void attention_run(const AttentionJob<float>& job, int begin, int end) {
+  for (int i = begin; i < end; ++i) attend(job, i);
+}
+
+namespace {
 
 template <typename E, ffi::DataType D>
 ffi::Error tree_attention(ffi::ThreadPool pool, ffi::Buffer<D> q, ffi::Buffer<D> cache_k, ffi::Buffer<D> cache_v,
@@ -449,6 +472,9 @@ ffi::Error tree_attention(ffi::ThreadPool pool, ffi::Buffer<D> q, ffi::Buffer<D>
   job.dim = static_cast<int>(qd[rank - 1]);
   job.capacity = static_cast<int>(kd[rank - 3]);
   job.scale = scale;
+  job.row_stride = job.dim;
+  job.head_stride = static_cast<size_t>(job.rows) * job.dim;
+  job.sequence_stride = job.head_stride * job.heads * job.group;
   const size_t pairs = static_cast<size_t>(job.batch) * job.heads;
   if (q.element_count() != pairs * job.group * job.rows * job.dim || out->element_count() != q.element_count() ||
       cache_k.element_count() != pairs * job.capacity * job.dim || cache_v.element_count() != cache_k.element_count() ||
@@ -456,28 +482,17 @@ ffi::Error tree_attention(ffi::ThreadPool pool, ffi::Buffer<D> q, ffi::Buffer<D>
       mask.element_count() != static_cast<size_t>(job.batch) * job.rows * job.rows)
     return ffi::Error::InvalidArgument("tree_attention: shapes do not fit");
   if (q.element_count() == 0) return ffi::Error::Success();
-  int longest = 0;
   double keys = 0;
   for (int b = 0; b < job.batch; ++b) {
     if (job.lengths[b] < 0 || job.lengths[b] > job.capacity)
       return ffi::Error::InvalidArgument("tree_attention: length " + std::to_string(job.lengths[b]) + " of sequence " +
                                          std::to_string(b) + " is outside 0.." + std::to_string(job.capacity));
-    longest = std::max(longest, job.lengths[b]);
     keys += job.lengths[b] + job.rows;
   }
 
-  // Rows per unit: scores within their share of the cache, and enough units to keep the threads evenly busy.
-  const size_t per_row = static_cast<size_t>(longest) + job.rows + 2 * kWide;
-  const size_t fit = std::max<size_t>(1, kScoreFloats / (per_row * job.group));
-  const int least = (kSplitRows + job.group - 1) / job.group;
-  const int wanted = 4 * static_cast<int>(std::max<int64_t>(1, pool.num_threads()));
-  const int split = std::max<int>(1, wanted / static_cast<int>(std::min<size_t>(pairs, wanted)));
-  job.block = std::max(std::min(job.rows, least), (job.rows + split - 1) / split);
-  job.block = static_cast<int>(std::min<size_t>(job.block, fit));
-  job.blocks = (job.rows + job.block - 1) / job.block;
+  plan(job, static_cast<int>(pool.num_threads()));
   // Per key, head and vector of h: about one cycle for the memory and one per row.
   const double cost = keys * job.heads * (job.dim + kWide - 1) / kWide * (job.group * job.rows + 1.0);
-  job.score_rows = find_score_rows<E>((job.dim + kWide - 1) / kWide);
   const int limit = threads == 0 && cost < kSerialCost ? 1 : static_cast<int>(threads);
   parallel_for(pool, static_cast<int>(pairs) * job.blocks, limit, [&job](int begin, int end) {
     for (int i = begin; i < end; ++i) attend(job, i);

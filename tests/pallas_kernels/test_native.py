@@ -31,36 +31,36 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_builds_once_then_finds_it(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = native.load(source, ())
+    first = native.load((source,))
     assert first.built and first.seconds > 0 and first.handle.answer() == 42
-    assert native.load(source, ()) is first
+    assert native.load((source,)) is first
     forget(monkeypatch)
-    second = native.load(source, ())
+    second = native.load((source,))
     assert not second.built and second.seconds == 0.0 and second.path == first.path
-    assert [p.name for p in first.path.parent.iterdir() if p.name != ".lock"] == ["tiny_op.so"]
+    assert [p.name for p in first.path.parent.iterdir() if p.name != ".lock"] == ["kernels.so"]
 
 
 def test_key_follows_source_flags_and_cpu(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = {native.load(source, ()).path, native.load(source, (), ("-DOTHER=1",)).path}
+    paths = {native.load((source,)).path, native.load((source,), ("-DOTHER=1",)).path}
     source.write_text(TINY.replace("42", "43"))
     forget(monkeypatch)
-    changed = native.load(source, ())
+    changed = native.load((source,))
     assert changed.handle.answer() == 43
     paths.add(changed.path)
     monkeypatch.setattr(native, "cpu_identity", lambda: "another CPU")
     forget(monkeypatch)
-    paths.add(native.load(source, ()).path)
+    paths.add(native.load((source,)).path)
     assert len(paths) == 4
 
 
 def test_damaged_library_is_built_again(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = native._find_compilers()[0]
     flags = (*native._FLAGS, native._arch_flag())
-    key = native.build_key((source, native._COMMON_HEADER), compiler, flags)
-    damaged = native.cache_root() / key / "tiny_op.so"
+    key = native.build_key((source, *native.HEADERS), compiler, flags)
+    damaged = native.cache_root() / key / "kernels.so"
     damaged.parent.mkdir(parents=True)
     damaged.write_bytes(b"not a library")
-    library = native.load(source, ())
+    library = native.load((source,))
     assert library.path == damaged and library.built and library.handle.answer() == 42
 
 
@@ -69,11 +69,11 @@ def test_failed_build_is_one_line_and_remembered(
 ) -> None:
     source.write_text("this is not C++")
     with pytest.raises(native.KernelError, match=r"could not compile .*cpu\.cc.*error") as caught:
-        native.load(source, ())
+        native.load((source,))
     assert "\n" not in str(caught.value)
     monkeypatch.setattr(native, "_find_compilers", lambda: pytest.fail("tried again"))
     with pytest.raises(native.KernelError, match="could not compile"):
-        native.load(source, ())
+        native.load((source,))
 
 
 def test_cache_that_cannot_be_written(
@@ -82,7 +82,7 @@ def test_cache_that_cannot_be_written(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(native.KernelError, match="cannot be built in") as caught:
-        native.load(source, ())
+        native.load((source,))
     assert "\n" not in str(caught.value)
 
 
@@ -93,7 +93,7 @@ def test_no_compiler(
     dispatch._log_once.cache_clear()
 
     def load() -> native.NativeLibrary:
-        return native.load(source, ())
+        return native.load((source,))
 
     with caplog.at_level(logging.INFO, logger="pallas_kernels"):
         assert [dispatch.choose("op", "auto", load) for _ in range(3)] == ["xla"] * 3
@@ -113,7 +113,7 @@ def test_unknown_implementation() -> None:
 def test_two_processes_build_one_library(source: Path) -> None:
     script = (
         "import sys, pathlib; from pallas_kernels import native; sys.stdin.readline();"
-        "lib = native.load(pathlib.Path(sys.argv[1]), ());"
+        "lib = native.load((pathlib.Path(sys.argv[1]),));"
         "assert lib.handle.answer() == 42; print(int(lib.built))"
     )
     # A slow compiler: both are certain to be there at the same time.

@@ -143,7 +143,7 @@ def test_narrower_vectors_give_the_same_bits(form: int) -> None:
     """The portable and the AVX2 form against the form this machine selects."""
     if form == 2 and "avx2" not in native.cpu_identity():
         form = 0
-    narrow = native.load(packing.SOURCE, (), (f"-DJETSPEC_FORM={form}", "-O1")).handle
+    narrow = native.library((f"-DJETSPEC_FORM={form}", "-O1")).handle
     n, k = 70, 416
     x = normal(6, 33, k)
     for number, name in enumerate(("f32", "bf16", "Q8_0", "Q4_1")):
@@ -178,7 +178,7 @@ def call_plain(
 def test_misaligned_buffers(offset: int, number: int, name: str) -> None:
     packed, w = packed_as(name, 8, 45, 160)
     x = normal(9, 19, 160)
-    got = call_plain(packing.library().handle, x, np.asarray(packed.data), 45, number, offset)
+    got = call_plain(native.library().handle, x, np.asarray(packed.data), 45, number, offset)
     np.testing.assert_array_equal(got, reference.matmul_sequential(x, w))
 
 

@@ -226,9 +226,9 @@ def test_bits_do_not_depend_on_the_vector_form(form: str, monkeypatch: pytest.Mo
     flags = (f"-DJETSPEC_FORM={FORMS[form]}", "-O1")
     if form == "avx2" and "avx2" not in native.cpu_identity():
         flags = ("-DJETSPEC_FORM=0", "-O2")  # another build of the portable form
-    narrow = native.load(api._SOURCE, api._SYMBOLS, flags)
-    monkeypatch.setattr(api, "_library", lambda: narrow)
-    assert narrow.targets != native.load(api._SOURCE, api._SYMBOLS).targets
+    wide, narrow = native.library(), native.library(flags)
+    assert narrow.target("TreeAttentionF32") != wide.target("TreeAttentionF32")
+    monkeypatch.setattr(native, "library", lambda: narrow)
     assert all(same_bits(run(case), wide) for case, wide in zip(cases, best, strict=True))
 
 
@@ -238,7 +238,7 @@ def test_exp_is_within_one_ulp() -> None:
     ).astype(np.float32)
     x = x[: len(x) // 16 * 16]
     y = np.empty_like(x)
-    call = native.load(api._SOURCE, api._SYMBOLS).handle.TreeAttentionExp
+    call = native.library().handle.TreeAttentionExp
     pointers = [a.ctypes.data_as(ctypes.c_void_p) for a in (x, y)]
     call(*pointers, ctypes.c_int64(len(x)))
     exact = np.exp(x.astype(np.float64))
