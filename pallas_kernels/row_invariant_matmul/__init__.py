@@ -3,6 +3,7 @@
 from pallas_kernels.row_invariant_matmul.api import gated_matmul, matmul
 from pallas_kernels.row_invariant_matmul.packing import (
     PackedWeight,
+    gather,
     pack,
     pack_gguf,
     resolve,
@@ -13,6 +14,7 @@ from pallas_kernels.row_invariant_matmul.packing import (
 __all__ = [
     "PackedWeight",
     "gated_matmul",
+    "gather",
     "matmul",
     "pack",
     "pack_gguf",

@@ -139,6 +139,36 @@ def take_rows(packed: PackedWeight, ids: jax.Array) -> jax.Array:
     return jnp.take_along_axis(blocks, lane[..., None, None], axis=-1)[..., 0]
 
 
+def gather(packed: PackedWeight, ids: np.ndarray) -> PackedWeight:
+    """Rows of a weight as a weight of the same format and layout, bit for bit.
+
+    Args:
+      packed: weight [n, k].
+      ids: [count] int in [0, n), in any order, repeats allowed.
+
+    Returns:
+      The packed weight [count, k] whose row i is row `ids[i]`; nothing is expanded to float32.
+
+    Raises:
+      native.KernelError: ids that are not a list of row numbers of this weight.
+    """
+    ids = np.asarray(ids)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise native.KernelError(
+            f"cannot gather by ids of shape {ids.shape} and dtype {ids.dtype}: need [count] int"
+        )
+    if ids.size and (ids.min() < 0 or ids.max() >= packed.n):
+        raise native.KernelError(
+            f"cannot gather rows {ids.min()} to {ids.max()} of a weight with {packed.n} rows"
+        )
+    data = np.asarray(packed.data)
+    if packed.layout == "rows":
+        rows = data[ids]
+    else:
+        rows = reference.gather_array(data, packed.format, ids)
+    return packed.replace(data=jax.device_put(rows), n=ids.size)
+
+
 def _panels(data: jax.Array, form: str) -> jax.Array:
     return data if form in ("f32", "bf16") else reference.dequantize_panels(data, form)
 

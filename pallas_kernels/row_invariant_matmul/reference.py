@@ -67,6 +67,34 @@ def pack_gguf_array(blocks: np.ndarray, kind: str) -> np.ndarray:
     return np.concatenate([scale, minimum.reshape(count, per_row, -1), quants], axis=-1)
 
 
+def gather_array(data: np.ndarray, form: str, ids: np.ndarray) -> np.ndarray:
+    """Outputs `ids` of packed panels as packed panels of the same format."""
+    count = specs.panels(ids.size)
+    to = _aligned_empty((count, *data.shape[1:]), data.dtype)
+    if ids.size % specs.PANEL:
+        to[-1] = 0
+    start = 0
+    source, target = (_bytes(a, form) for a in (data, to))
+    for rows, width in specs.ROWS[form]:  # a block: rows of 32 outputs, `width` bytes each
+        size = rows * specs.PANEL * width
+        shape = (*source.shape[1:2], rows, specs.PANEL, width)
+        a = source[..., start : start + size].reshape(-1, *shape)
+        b = target[..., start : start + size].reshape(-1, *shape)
+        for panel in range(count):
+            chosen = ids[panel * specs.PANEL : (panel + 1) * specs.PANEL]
+            values = a[chosen // specs.PANEL, :, :, chosen % specs.PANEL]  # [chosen, block, ...]
+            b[panel, :, :, : chosen.size] = np.moveaxis(values, 0, 2)
+        start += size
+    return to
+
+
+def _bytes(data: np.ndarray, form: str) -> np.ndarray:
+    """The panels as bytes: [P, blocks, bytes of a block]."""
+    size = specs.block_bytes(form)
+    blocks = int(np.prod(data.shape[1:])) * data.itemsize // size
+    return data.reshape(-1).view(np.uint8).reshape(data.shape[0], blocks, size)
+
+
 def _halves(data: jax.Array, start: int) -> jax.Array:
     """32 float16 values at byte `start` of each block, as float32: [..., 32]."""
     raw = data[..., start : start + 2 * specs.PANEL].reshape(*data.shape[:-1], specs.PANEL, 2)

@@ -7,9 +7,15 @@ PANEL = 32  # outputs beside each other in a packed panel; cpu.cc names the same
 BLOCK = 32  # inputs that share a scale in the quantised formats
 
 Format = Literal["f32", "bf16", "q8_0", "q4_1"]
-# Number of each format in cpu.cc, and bytes of one block of 32 outputs x 32 inputs.
+# Number of each format in cpu.cc.
 FORMAT_ID: dict[str, int] = {"f32": 0, "bf16": 1, "q8_0": 2, "q4_1": 3}
-BLOCK_BYTES: dict[str, int] = {"q8_0": 64 + 1024, "q4_1": 64 + 64 + 512}
+# A block as it lies in memory: (number of rows of 32 outputs, bytes of an output in such a row).
+ROWS: dict[str, tuple[tuple[int, int], ...]] = {
+    "f32": ((1, 4),),
+    "bf16": ((1, 2),),
+    "q8_0": ((1, 2), (32, 1)),  # scale; one input a row
+    "q4_1": ((2, 2), (16, 1)),  # scale, minimum; two inputs a row
+}
 # GGUF block kinds that can be packed, the format each becomes and the bytes of its block of 32
 # weights.
 GGUF_KINDS: dict[str, tuple[str, int]] = {
@@ -35,6 +41,11 @@ SMOLLM2_135M = (
     Shape("lm_head", 49152, 576),
     Shape("draft_head", 12288, 576),
 )
+
+
+def block_bytes(form: str) -> int:
+    """Bytes of one block: 32 outputs, and 1 (float formats) or 32 inputs."""
+    return sum(rows * width * PANEL for rows, width in ROWS[form])
 
 
 def panels(n: int) -> int:

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import native
+from pallas_kernels import dispatch, native
 from pallas_kernels import row_invariant_matmul as rim
-from pallas_kernels.row_invariant_matmul import packing, reference, specs
+from pallas_kernels.row_invariant_matmul import reference, specs
 
 ROOT = Path(__file__).resolve().parents[2]
 GGUF_KINDS = tuple(specs.GGUF_KINDS)
@@ -54,16 +54,18 @@ def gguf_blocks(seed: int, n: int, k: int, kind: str) -> tuple[np.ndarray, np.nd
     return blocks, values.reshape(n, k)
 
 
-def packed_as(form: str, seed: int, n: int, k: int) -> tuple[rim.PackedWeight, np.ndarray]:
+def packed_as(
+    form: str, seed: int, n: int, k: int, implementation: dispatch.Implementation = "cpu"
+) -> tuple[rim.PackedWeight, np.ndarray]:
     """A random weight in one storage form, and its float32 values."""
     if form in specs.GGUF_KINDS:
         blocks, values = gguf_blocks(seed, n, k, form)
-        return rim.pack_gguf(blocks, form, "cpu"), values
+        return rim.pack_gguf(blocks, form, implementation), values
     w = normal(seed, n, k)
     if form == "bf16":
         narrow = w.astype(ml_dtypes.bfloat16)
-        return rim.pack(narrow, "cpu"), narrow.astype(np.float32)
-    return rim.pack(w, "cpu"), w
+        return rim.pack(narrow, implementation), narrow.astype(np.float32)
+    return rim.pack(w, implementation), w
 
 
 def test_oracle_fma_is_correctly_rounded() -> None:
@@ -292,6 +294,25 @@ def test_pack_round_trip(implementation: str, dtype: type) -> None:
         np.testing.assert_allclose(np.asarray(got), expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("form", ["f32", "bf16", *GGUF_KINDS])
+@pytest.mark.parametrize("implementation", ["cpu", "xla"])
+def test_gather_takes_rows_as_they_are(form: str, implementation: str) -> None:
+    packed, _ = packed_as(form, 25, 70, 96, implementation)
+    values = np.asarray(rim.unpack(packed))
+    rng = np.random.default_rng(0)
+    for ids in ([3], [], range(70), rng.integers(0, 70, 45), rng.permutation(70)[:64]):
+        chosen = np.asarray(ids, np.int32)
+        got = rim.gather(packed, chosen)
+        assert got.shape == (chosen.size, 96)
+        assert (got.format, got.layout) == (packed.format, packed.layout)
+        np.testing.assert_array_equal(np.asarray(rim.unpack(got)), values[chosen])
+    assert got.nbytes == (packed.nbytes * 2 // 3 if implementation == "cpu" else values[:64].nbytes)
+    x = normal(26, 3, 96)
+    product = np.asarray(rim.matmul(jnp.asarray(x), packed))[:, chosen]
+    again = np.asarray(rim.matmul(jnp.asarray(x), got))
+    np.testing.assert_allclose(again, product, rtol=1e-5, atol=1e-4)
+
+
 def test_errors_are_one_line() -> None:
     packed = rim.pack(normal(24, 32, 8), "cpu")
     rows = rim.pack(normal(24, 32, 8), "xla")
@@ -306,6 +327,9 @@ def test_errors_are_one_line() -> None:
         (lambda: rim.pack(np.zeros(4, np.float32)), "float32 or bfloat16"),
         (lambda: rim.pack_gguf(np.zeros((4, 20), np.uint8), "Q5_K"), "use one of"),
         (lambda: rim.pack_gguf(np.zeros((4, 19), np.uint8), "Q4_1"), "multiple of 20"),
+        (lambda: rim.gather(packed, np.zeros((1, 2), int)), "need .count. int"),
+        (lambda: rim.gather(packed, np.zeros(2)), "need .count. int"),
+        (lambda: rim.gather(packed, np.array([3, 32])), "rows 3 to 32 of a weight with 32"),
         (lambda: rim.gated_matmul(x, rim.pack(normal(1, 33, 8))), "2 f outputs"),
     ]
     for call, message in cases:
