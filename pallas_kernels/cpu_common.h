@@ -7,7 +7,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <thread>
+#include <vector>
 
 #if defined(__linux__)
 #include <sched.h>
@@ -204,42 +206,59 @@ inline int affinity_count() {
   return std::max(1u, std::thread::hardware_concurrency());
 }
 
-// Runs body(begin, end) over [0, total) on the calling thread and up to `threads - 1` threads of XLA's pool
-// (threads = 0: all that the pool and the CPU affinity allow). The caller takes work from the start, so a pool thread
-// that wakes late (or never: all may be busy) costs nothing; it finds no work left and touches nothing but the
-// reference-counted counters. Ranges shrink as the work runs out: long runs of neighbouring tiles for the hardware
-// prefetchers, small ones for the balance at the end.
-template <typename Body>
-void parallel_for(ffi::ThreadPool& pool, int total, int threads, const Body& body) {
+// Threads that may work for a call: the pool's and the CPU affinity's, at most `threads` unless that is 0.
+inline int worker_limit(ffi::ThreadPool& pool, int threads) {
   static const int allowed = affinity_count();
-  int limit = std::min<int>(allowed, static_cast<int>(pool.num_threads()));
-  if (threads > 0) limit = std::min(limit, threads);
-  const int helpers = std::min(limit, total) - 1;
-  if (helpers <= 0) {
-    if (total > 0) {
-      FloatEnv env;
-      body(0, total);
-    }
+  const int limit = std::min<int>(allowed, static_cast<int>(pool.num_threads()));
+  return std::max(1, threads > 0 ? std::min(limit, threads) : limit);
+}
+
+// Runs body(phase, begin, end) over [0, totals[phase]) for one phase after the other, on the calling thread and up to
+// `workers - 1` threads of XLA's pool. A phase begins when all work of the one before is done, so it sees its results.
+// The caller takes work from the start, so a pool thread that wakes late (or never: all may be busy) costs nothing; it
+// joins the phase that is under way, or finds no work left and touches nothing but the reference-counted counters.
+// Ranges shrink as the work runs out: long runs of neighbouring tiles for the hardware prefetchers, small ones for the
+// balance at the end.
+template <typename Body>
+void run_phases(ffi::ThreadPool& pool, std::vector<int> totals, int workers, const Body& body) {
+  if (workers <= 1) {
+    FloatEnv env;
+    for (size_t phase = 0; phase < totals.size(); ++phase)
+      if (totals[phase] > 0) body(static_cast<int>(phase), 0, totals[phase]);
     return;
   }
+  struct alignas(64) Counter {
+    std::atomic<int> next{0};
+    std::atomic<int> done{0};
+  };
   struct Shared {
-    alignas(64) std::atomic<int> next{0};
-    alignas(64) std::atomic<int> done{0};
-    alignas(64) std::atomic<int> references;
-    int total;
+    std::vector<int> totals;
+    std::unique_ptr<Counter[]> counters;
     int workers;
     const Body* body;
+    alignas(64) std::atomic<int> references;
+
     void work() {
-      int begin = next.load(std::memory_order_relaxed);
-      while (begin < total) {
-        const int take = std::max(1, (total - begin) / (2 * workers));
-        if (!next.compare_exchange_weak(begin, begin + take, std::memory_order_relaxed)) continue;
-        {
-          FloatEnv env;
-          (*body)(begin, begin + take);
+      FloatEnv env;
+      for (size_t phase = 0; phase < totals.size(); ++phase) {
+        Counter& counter = counters[phase];
+        const int total = totals[phase];
+        int begin = counter.next.load(std::memory_order_relaxed);
+        while (begin < total) {
+          const int take = std::max(1, (total - begin) / (2 * workers));
+          if (!counter.next.compare_exchange_weak(begin, begin + take, std::memory_order_relaxed)) continue;
+          (*body)(static_cast<int>(phase), begin, begin + take);
+          counter.done.fetch_add(take, std::memory_order_release);
+          begin = counter.next.load(std::memory_order_relaxed);
         }
-        done.fetch_add(take, std::memory_order_release);
-        begin = next.load(std::memory_order_relaxed);
+        // Only tiles already being computed elsewhere are waited for: spin while that is short, then give the CPU away.
+        for (int spins = 0; counter.done.load(std::memory_order_acquire) != total; ++spins) {
+          if (spins < 4096) {
+            cpu_pause();
+          } else {
+            std::this_thread::yield();
+          }
+        }
       }
     }
     void release() {
@@ -247,26 +266,26 @@ void parallel_for(ffi::ThreadPool& pool, int total, int threads, const Body& bod
     }
   };
   Shared* shared = new Shared;
-  shared->references.store(helpers + 1, std::memory_order_relaxed);
-  shared->total = total;
-  shared->workers = helpers + 1;
+  shared->counters = std::make_unique<Counter[]>(totals.size());
+  shared->totals = std::move(totals);
+  shared->workers = workers;
   shared->body = &body;
-  for (int i = 0; i < helpers; ++i) {
+  shared->references.store(workers, std::memory_order_relaxed);
+  for (int i = 1; i < workers; ++i) {
     pool.Schedule([shared] {
       shared->work();
       shared->release();
     });
   }
   shared->work();
-  // Only tiles already being computed elsewhere are waited for: spin while that is short, then give the CPU away.
-  for (int spins = 0; shared->done.load(std::memory_order_acquire) != total; ++spins) {
-    if (spins < 4096) {
-      cpu_pause();
-    } else {
-      std::this_thread::yield();
-    }
-  }
   shared->release();
+}
+
+// One phase: body(begin, end) over [0, total); threads = 0 means all that the pool and the CPU affinity allow.
+template <typename Body>
+void parallel_for(ffi::ThreadPool& pool, int total, int threads, const Body& body) {
+  run_phases(pool, {total}, std::min(worker_limit(pool, threads), total),
+             [&body](int, int begin, int end) { body(begin, end); });
 }
 
 }  // namespace jetspec

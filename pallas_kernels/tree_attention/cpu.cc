@@ -426,17 +426,20 @@ typename Job<E>::ScoreRows find_score_rows(int steps) {
 // Rows per unit: scores within their share of the cache, and enough units to keep the threads evenly busy.
 template <typename E>
 void plan(Job<E>& job, int threads) {
-  int longest = 0;
-  for (int b = 0; b < job.batch; ++b) longest = std::max(longest, job.lengths[b]);
+  int longest = 0, rows = job.counts ? 1 : job.rows;
+  for (int b = 0; b < job.batch; ++b) {
+    longest = std::max(longest, job.lengths[b]);
+    if (job.counts) rows = std::max(rows, job.counts[b]);
+  }
   const size_t per_row = static_cast<size_t>(longest) + job.rows + 2 * kWide;
   const size_t fit = std::max<size_t>(1, kScoreFloats / (per_row * job.group));
   const int pairs = job.batch * job.heads;
   const int least = (kSplitRows + job.group - 1) / job.group;
   const int wanted = 4 * std::max(1, threads);
   const int split = std::max(1, wanted / std::min(pairs, wanted));
-  job.block = std::max(std::min(job.rows, least), (job.rows + split - 1) / split);
+  job.block = std::max(std::min(rows, least), (rows + split - 1) / split);
   job.block = static_cast<int>(std::min<size_t>(job.block, fit));
-  job.blocks = (job.rows + job.block - 1) / job.block;
+  job.blocks = (rows + job.block - 1) / job.block;
   job.score_rows = find_score_rows<E>((job.dim + kWide - 1) / kWide);
 }
 

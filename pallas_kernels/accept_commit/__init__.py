@@ -1,0 +1,5 @@
+"""Writes an accepted path's keys and values to the cache: see `api`."""
+
+from pallas_kernels.accept_commit.api import accept_commit
+
+__all__ = ["accept_commit"]

@@ -1,0 +1,83 @@
+"""The target's greedy choice after every row: LM head, argmax and top-2 margin in one pass.
+
+The native kernel (`cpu.cc`) keeps the best two logits of each row while it reads the packed head
+once; [rows, V] logits (3 MB for 16 nodes of a 49,152-word vocabulary) are never written or read
+again.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import dispatch, native
+from pallas_kernels import row_invariant_matmul as rim
+from pallas_kernels.row_invariant_matmul import specs as matmul_specs
+from pallas_kernels.verify_head import reference, specs
+
+
+class Choice(NamedTuple):
+    """Per row; zeros past a sequence's count."""
+
+    ids: jax.Array  # [B, T] int32, largest logit, the lowest id among equals
+    best: jax.Array  # [B, T] float32, that logit
+    margin: jax.Array  # [B, T] float32, its distance from the second largest
+
+
+def verify_head(
+    hidden: jax.Array,
+    head: rim.PackedWeight,
+    counts: jax.Array,
+    *,
+    implementation: dispatch.Implementation = "auto",
+    threads: int = 0,
+) -> Choice:
+    """Greedy choice of each row.
+
+    Args:
+      hidden: [B, T, H] float32, after the final norm.
+      head: packed LM head [V, H].
+      counts: [B] int32, rows of each sequence that are there, 0..T (checked when it runs).
+      implementation: "auto" runs the native kernel where it can be built and the head is in panels,
+        else XLA; "cpu" and "xla" insist.
+      threads: most threads of the native kernel; 0: all there are. The result does not depend on
+        it.
+
+    Returns:
+      Ids, logits and margins. Where a logit is NaN, the first NaN is chosen (as `jnp.argmax`).
+
+    Raises:
+      native.KernelError: shapes that do not fit, or an implementation that is not available.
+    """
+    if hidden.ndim != 3 or hidden.shape[-1] != head.k or counts.shape != hidden.shape[:1]:
+        raise native.KernelError(
+            f"{specs.OP}: hidden {list(hidden.shape)} and counts {list(counts.shape)} do not fit a "
+            f"head [{head.n}, {head.k}]"
+        )
+    if head.layout != "panels" and implementation == "cpu":
+        raise native.KernelError(
+            f"{specs.OP}: implementation 'cpu' needs a head in panels: use pack(w, 'cpu')"
+        )
+    if (
+        head.layout != "panels"
+        or dispatch.choose(specs.OP, implementation, native.library) == "xla"
+    ):
+        found = reference.choose(rim.matmul(hidden, head, implementation="xla"))
+        there = jnp.arange(hidden.shape[1])[None, :] < counts[:, None]
+        return Choice(*(jnp.where(there, t, 0).astype(t.dtype) for t in found))
+    rows = hidden.shape[:2]
+    call = jax.ffi.ffi_call(
+        native.library().target("VerifyHead"),
+        [jax.ShapeDtypeStruct(rows, t) for t in (jnp.int32, jnp.float32, jnp.float32)],
+    )
+    return Choice(
+        *call(
+            hidden.astype(jnp.float32),
+            head.data,
+            counts,
+            format=np.int64(matmul_specs.FORMAT_ID[head.format]),
+            outputs=np.int64(head.n),
+            threads=np.int64(threads),
+        )
+    )
