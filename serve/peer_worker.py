@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,12 +96,19 @@ class Worker:
 
     def _read(self) -> dict[str, Any]:
         line = self._process.stdout.readline()  # type: ignore[union-attr]  # PIPE above
+        if not line:
+            status = self._process.wait()
+            how = f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
+            raise ModelFileError(
+                f"{self._name}: the peer process ended {how}; what it printed stands above, "
+                "python -m serve.peers --help tells of known crashes"
+            )
         try:
             return json.loads(line)
         except json.JSONDecodeError as error:
             raise ModelFileError(
-                f"{self._name}: the peer process ended or does not answer in JSON ({line!r:.80}); "
-                "what it printed stands above"
+                f"{self._name}: the peer answers {line!r:.80}, which is not JSON; give the path "
+                "of a Python interpreter"
             ) from error
 
     def decode(self, ids: Sequence[int], max_tokens: int) -> tuple[tuple[int, ...], float]:
