@@ -46,8 +46,9 @@ check: lint types test  ## lint, types and tests
 bench: $(DEV)  ## README's benchmark table: make bench SUITES=humaneval ARGS="--limit 20"
 	@$(BIN)/python -m serve.bench --suite $(SUITES) $(ARGS)
 
-bench-peers: $(DEV)  ## Beside transformers: make bench-peers TORCH_PYTHON=/path/to/python-with-torch
-	@$(BIN)/python -m serve.peers $(if $(TORCH_PYTHON),--torch-python $(TORCH_PYTHON)) $(ARGS)
+bench-peers: $(DEV)  ## Beside llama.cpp and transformers: LLAMA_PYTHON=/path/to/python TORCH_PYTHON=/path/to/python
+	@$(BIN)/python -m serve.peers $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON)) \
+	  $(if $(TORCH_PYTHON),--torch-python $(TORCH_PYTHON)) $(ARGS)
 
 lock: $(DEV)  ## Resolve again after a change of pyproject.toml
 	@$(BIN)/uv lock

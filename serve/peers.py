@@ -63,7 +63,11 @@ the two interpreters, once (any Python that the packages support; llama.cpp is c
       --extra-index-url https://download.pytorch.org/whl/cpu
 then:
   make bench-peers LLAMA_PYTHON=/tmp/llama/bin/python TORCH_PYTHON=/tmp/torch/bin/python
-A peer whose interpreter is not given is left out."""
+A peer whose interpreter is not given is left out.
+
+known crash: llama.cpp compiled by gcc 12 for a CPU with AMX ends by SIGILL (the compiler drops the
+tile configuration as a dead store). Compile it with:
+  CMAKE_ARGS=-DCMAKE_CXX_FLAGS=-fno-dse /tmp/llama/bin/pip install --no-cache-dir llama-cpp-python"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -380,13 +384,17 @@ def _tau(prompts: Sequence[Sequence[Run]]) -> float | None:
     return _rounded(pooled(stats).tau, 3)
 
 
-def read_bandwidth() -> float:
-    """Bytes per second that this machine reads, best of six passes of one numpy thread per core."""
+def read_bandwidth(size: int = 512 << 20) -> float:
+    """Bytes per second that this machine reads, best of six passes of one numpy thread per core.
+
+    Args:
+        size: bytes; beyond any cache.
+    """
     import numpy as np
 
     from serve.facts import cores
 
-    halves = np.array_split(np.ones(128 << 20, np.float32), cores())  # 512 MiB: beyond any cache
+    halves = np.array_split(np.ones(size // 4, np.float32), cores())
     best = float("inf")
     with concurrent.futures.ThreadPoolExecutor(len(halves)) as pool:
         for _ in range(6):
