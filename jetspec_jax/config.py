@@ -20,6 +20,7 @@ BUILDERS = ("exact", "chain", "accum_logp", "top2gap", "depth_rank_histogram")
 MAX_BUDGET = 256  # tree nodes; the published systems go no further
 NUMERICS = ("fast", "bitwise")
 KERNELS = ("auto", "cpu", "xla")
+WEIGHTS = ("stored", "float32")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -275,7 +276,13 @@ class SamplingParams(_FromMapping):
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig(_FromMapping):
-    """Sizes and numerics of an engine; these fix which programs are compiled."""
+    """Sizes and numerics of an engine; these fix which programs are compiled.
+
+    `weights` is what projections are in memory where the native kernels run: "stored", the format
+    of the file (GGUF blocks, bfloat16) wherever a kernel decodes it, or "float32", expanded at
+    load. The values are the same, and so are the tokens; only memory and speed differ. With XLA
+    weights are arrays of `dtype` in both cases.
+    """
 
     capacity: int | None = (
         None  # tokens per sequence, prompt and answer together; None: up to 2,048
@@ -283,6 +290,7 @@ class EngineConfig(_FromMapping):
     dtype: str = "float32"
     numerics: str | None = None  # fast | bitwise; None: bitwise where it is free (native kernels)
     kernels: str = "auto"  # auto | cpu (native, XLA FFI) | xla
+    weights: str = "stored"  # stored | float32
     max_batch: int = 32
     prefill_chunk: int = 64
     attention_chunk: int = 256
@@ -292,6 +300,7 @@ class EngineConfig(_FromMapping):
         if self.numerics is not None:
             _one_of("EngineConfig", "numerics", self.numerics, NUMERICS)
         _one_of("EngineConfig", "kernels", self.kernels, KERNELS)
+        _one_of("EngineConfig", "weights", self.weights, WEIGHTS)
         for field in ("capacity", "max_batch", "prefill_chunk", "attention_chunk"):
             if getattr(self, field) is not None:
                 _at_least("EngineConfig", field, getattr(self, field), 1)

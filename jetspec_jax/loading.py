@@ -20,9 +20,16 @@ from jetspec_jax.errors import ConfigError, KernelError, ModelFileError
 from jetspec_jax.models import decoder
 from jetspec_jax.models.spec import WeightSpec
 from jetspec_jax.numerics import take_rows
-from jetspec_jax.text import Tokenizer, load_tokenizer
+from jetspec_jax.text import Tokenizer, load_tokenizer, tokenizer_from_gguf
 from jetspec_jax.typing import Array, Params, PyTree
-from jetspec_jax.weights import bundled_model_path, load_params, open_source, resolve_model
+from jetspec_jax.weights import (
+    GGUFSource,
+    bundled_model_path,
+    load_params,
+    open_source,
+    resolve_model,
+)
+from jetspec_jax.weights.packed import Packer
 from pallas_kernels import native, tree_attention
 from pallas_kernels import row_invariant_matmul as rim
 
@@ -62,10 +69,8 @@ class Head:
         return sum(x.nbytes for x in jax.tree.leaves(self.params))
 
 
-def weight_transform(
-    engine: EngineConfig,
-) -> tuple[Callable[[str, WeightSpec, np.ndarray], Any] | None, str]:
-    """The repacking of projections for `engine.kernels`, and what will run ("cpu" or "xla").
+def resolve_kernels(engine: EngineConfig) -> str:
+    """What `engine.kernels` means here: "cpu" (native) or "xla".
 
     Raises:
         ConfigError: native kernels asked for in a dtype they are not wired for.
@@ -76,20 +81,50 @@ def weight_transform(
             raise ConfigError(
                 f"kernels='cpu' run float32, not {engine.dtype}; drop --kernels cpu or --dtype"
             )
-        return None, "xla"
+        return "xla"
     wanted: Any = engine.kernels
     try:
         # matmul and attention go together: the bits of a row depend on both
         chosen = {rim.resolve(wanted), tree_attention.resolve(wanted)}
     except native.KernelError as err:
         raise KernelError(str(err)) from err
-    if chosen != {"cpu"}:
+    return "cpu" if chosen == {"cpu"} else "xla"
+
+
+def weight_transform(
+    engine: EngineConfig,
+) -> tuple[Callable[[str, WeightSpec, np.ndarray], Any] | None, str]:
+    """The packing of projections that are arrays in memory already, and what will run.
+
+    Raises:
+        ConfigError, KernelError: as `resolve_kernels`.
+    """
+    if resolve_kernels(engine) != "cpu":
         return None, "xla"
 
     def transform(_: str, spec: WeightSpec, array: np.ndarray) -> Any:
         return rim.pack(array, "cpu") if spec.linear else array
 
     return transform, "cpu"
+
+
+def weight_formats(params: PyTree) -> dict[str, int]:
+    """Bytes of parameters by format ("q4_1", "float32", ...), largest first."""
+    sizes: dict[str, int] = {}
+    is_packed = lambda x: isinstance(x, rim.PackedWeight)  # noqa: E731
+    for leaf in jax.tree.leaves(params, is_leaf=is_packed):
+        name = leaf.format if is_packed(leaf) else leaf.dtype.name
+        name = {"f32": "float32", "bf16": "bfloat16"}.get(name, name)
+        sizes[name] = sizes.get(name, 0) + leaf.nbytes
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+
+
+def format_line(params: PyTree) -> str:
+    """`weight_formats` in words: "q4_1 66 MB, q8_0 30 MB, float32 0.1 MB"."""
+    return ", ".join(
+        f"{name} {size / 1e6:.{0 if size >= 1e6 else 1}f} MB"
+        for name, size in weight_formats(params).items()
+    )
 
 
 def _return_memory() -> None:
@@ -115,12 +150,23 @@ def load_target(
     source = open_source(path)
     config = source.config()
     say(f"loading {config.name or source.path.name} from {source.path}")
-    transform, kernels = weight_transform(engine)
-    params = load_params(
-        source, decoder.declare(config), jnp.dtype(engine.dtype), transform=transform
-    )
+    kernels = resolve_kernels(engine)
+    pack = Packer(engine.weights == "stored") if kernels == "cpu" else None
+    params = load_params(source, decoder.declare(config), jnp.dtype(engine.dtype), pack=pack)
+    _tell_formats(say, "weights", params, pack)
+    gguf = isinstance(source, GGUFSource)
+    tokenizer = tokenizer_from_gguf(source) if gguf else load_tokenizer(source.path)
     _return_memory()
-    return Target(source.path, config, params, load_tokenizer(source.path), kernels, model is None)
+    return Target(source.path, config, params, tokenizer, kernels, model is None)
+
+
+def _tell_formats(
+    say: Callable[[str], None], what: str, params: Params, pack: Packer | None
+) -> None:
+    say(f"{what}: {format_line(params)}")
+    expanded = pack.expanded_line() if pack is not None else None
+    if expanded is not None:
+        say(expanded)
 
 
 def bundled_head_path() -> Path:
@@ -148,22 +194,22 @@ def load_head(
     Raises:
         ModelFileError: damaged files, or a head of another target.
     """
+    say = progress or (lambda _: None)
     folder = resolve_model(path)
-    (progress or (lambda _: None))(f"loading draft head from {folder}")
-    transform, _ = weight_transform(engine)
-    loaded = drafter.load_draft(folder, target.config, jnp.dtype(engine.dtype), transform=transform)
+    say(f"loading draft head from {folder}")
+    pack = Packer(engine.weights == "stored") if resolve_kernels(engine) == "cpu" else None
+    loaded = drafter.load_draft(folder, target.config, jnp.dtype(engine.dtype), pack=pack)
+    _tell_formats(say, "draft head weights", loaded.params, pack)
     return make_head(folder, loaded.config, loaded.params, loaded.id_map, target)
 
 
 def make_head(
     path: Path, config: DraftConfig, params: Params, id_map: np.ndarray | None, target: Target
 ) -> Head:
-    """A `Head` from its parts: gathers, and packs for the target's kernels, the LM-head rows of the
-    id map.
-    """
+    """A `Head` from its parts: gathers the LM-head rows of the id map, in their format."""
     whole = decoder.lm_head_weight(target.params)
     if id_map is None:
         return Head(path, config, params, whole, None)
-    rows = take_rows(whole, jnp.asarray(id_map))
-    lm_rows = rim.pack(np.asarray(rows), "cpu") if target.kernels == "cpu" else rows
+    packed = isinstance(whole, rim.PackedWeight)
+    lm_rows = rim.gather(whole, id_map) if packed else take_rows(whole, jnp.asarray(id_map))
     return Head(path, config, params, lm_rows, jnp.asarray(id_map, jnp.int32))

@@ -27,7 +27,7 @@ from jetspec_jax.models.spec import flatten
 from jetspec_jax.typing import Array, Params
 from jetspec_jax.weights.hf import HFSource
 from jetspec_jax.weights.hf_config import parse_config, read_json
-from jetspec_jax.weights.load import Progress, Transform, load_params
+from jetspec_jax.weights.load import Pack, Progress, load_params
 
 ID_MAP = "draft_id_map"
 _CAUSAL_NAMES = ("causal_head", "causal")
@@ -301,7 +301,7 @@ def load_draft(
     target: ModelConfig | None = None,
     dtype: Any = np.float32,
     *,
-    transform: Transform | None = None,
+    pack: Pack | None = None,
     progress: Progress | None = None,
 ) -> DraftHead:
     """Load a head directory.
@@ -310,7 +310,7 @@ def load_draft(
         directory: holds config.json and model.safetensors (or shards with an index).
         target: refused when the head does not fit it (`check_target`); None: not checked.
         dtype: of the parameters.
-        transform, progress: as in `weights.load_params`.
+        pack, progress: as in `weights.load_params`.
 
     Raises:
         ModelFileError: damaged, incomplete, or a head of another target.
@@ -321,7 +321,7 @@ def load_draft(
     if target is not None:
         check_target(cfg, target, folder)
     id_map = _read_id_map(folder, cfg)
-    params = load_params(source, declare(cfg), dtype, transform=transform, progress=progress)
+    params = load_params(source, declare(cfg), dtype, pack=pack, progress=progress)
     return DraftHead(cfg, params, id_map)
 
 

@@ -88,19 +88,19 @@ def dequantize(blocks: np.ndarray, kind: str, out: np.ndarray | None = None) -> 
 
     Args:
         blocks: uint8 [..., bytes per row], C-contiguous, as `GGUFFile.blocks` gives them.
-        kind: type name, one of `SUPPORTED`.
+        kind: type name, one of `SUPPORTED`, or "F64".
         out: C-contiguous float32 destination [..., columns] to fill; a new array when None.
 
     Returns:
         float32 [..., columns] (`out` when given).
     """
-    per_block, block_bytes = (
-        (1, {"F32": 4, "F16": 2, "BF16": 2}[kind]) if kind not in _DECODERS else _SIZES[kind]
-    )
+    per_block, block_bytes = _SIZES[kind]
     shape = (*blocks.shape[:-1], blocks.shape[-1] // block_bytes * per_block)
     if out is None:
         out = np.empty(shape, np.float32)
-    if kind == "F32":
+    if kind == "F64":  # safetensors only
+        out[...] = blocks.view(np.float64).reshape(shape)
+    elif kind == "F32":
         out[...] = blocks.view(np.float32).reshape(shape)
     elif kind == "F16":
         out[...] = blocks.view(np.float16).reshape(shape)

@@ -14,6 +14,8 @@ from jetspec_jax.config import ModelConfig, RopeConfig
 from jetspec_jax.errors import ModelFileError
 from jetspec_jax.weights.dequant import SUPPORTED, dequantize
 from jetspec_jax.weights.gguf_file import GGUFFile, TensorInfo
+from jetspec_jax.weights.mapped import pieces
+from jetspec_jax.weights.source import RawTensor
 
 FAMILY_OF_ARCHITECTURE = {
     "llama": "llama",
@@ -44,15 +46,6 @@ _LAYER = {
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)$")
 _ROPE_FREQS = "rope_freqs.weight"  # llama 3 scaling, baked to one divisor per frequency
-
-
-@dataclasses.dataclass(frozen=True)
-class RawTensor:
-    """A tensor still quantised: `blocks` is uint8 [rows, bytes per row], Hugging Face row order."""
-
-    kind: str  # GGUF type name, such as "Q4_1"
-    shape: tuple[int, ...]
-    blocks: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +108,19 @@ class GGUFSource:
         return np.dtype(np.float32)
 
     def read(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
-        """Float32 values, Hugging Face row order; into `out` (C-contiguous float32) when given."""
+        """Float32 values, Hugging Face row order; into `out` (C-contiguous, any float) if given."""
         raw = self.raw(name)
-        return dequantize(raw.blocks, raw.kind, out)
+        if out is None:
+            out = np.empty(raw.shape, np.float32)
+        if len(raw.shape) == 1:
+            out[...] = dequantize(raw.blocks, raw.kind)
+            return out
+        for rows in pieces(len(raw.blocks), raw.blocks[0].nbytes, raw.release):
+            if out.dtype == np.float32:
+                dequantize(raw.blocks[rows], raw.kind, out[rows])
+            else:
+                out[rows] = dequantize(raw.blocks[rows], raw.kind)
+        return out
 
     def raw(self, name: str) -> RawTensor:
         """Stored blocks, rows in Hugging Face order (a view of the file unless permuted)."""
@@ -133,7 +136,7 @@ class GGUFSource:
                 place.permuted_heads, rows // place.permuted_heads // 2, 2, *blocks.shape[1:]
             )
             blocks = np.ascontiguousarray(split.swapaxes(1, 2)).reshape(blocks.shape)
-        return RawTensor(place.info.type_name, place.shape, blocks)
+        return RawTensor(place.info.type_name, place.shape, blocks, self.file.release)
 
     def _place(self, name: str) -> _Place:
         if name not in self._places:

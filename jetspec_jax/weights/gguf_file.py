@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from jetspec_jax.errors import ModelFileError
+from jetspec_jax.weights.mapped import MappedFile
 
 # type id: (name, elements per block, bytes per block). Types without a dequantiser here are listed
 # so that the error names them; `dequant.SUPPORTED` decides.
@@ -178,12 +179,13 @@ class GGUFFile:
             with open(self.path, "rb") as handle:
                 if os.fstat(handle.fileno()).st_size == 0:
                     raise ModelFileError(f"{self.path}: empty file, not a GGUF; download it again")
-                data = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+                self._file = MappedFile(handle)
         except OSError as err:
             raise ModelFileError(
                 f"{self.path}: cannot be read ({err.strerror or err}); check the path and "
                 "permissions"
             ) from err
+        data = self._file.data
         cursor = _Cursor(data, self.path)
         if data[:4] != b"GGUF":
             raise ModelFileError(
@@ -209,10 +211,15 @@ class GGUFFile:
                 f"{self.path}: general.alignment={align} is not a power of two; the file is damaged"
             )
         base = (cursor.pos + align - 1) // align * align
-        self._bytes = np.frombuffer(data, np.uint8)
+        self._bytes = self._file.bytes
         self.tensors: dict[str, TensorInfo] = {}
         for name, shape, type_id, offset in directory:
             self.tensors[name] = self._check(name, shape, type_id, base + offset)
+        self.release()
+
+    def release(self) -> None:
+        """Gives the pages of the file that were read so far back to the system."""
+        self._file.release()
 
     @staticmethod
     def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:

@@ -6,18 +6,27 @@ import os
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.errors import ModelFileError
 from jetspec_jax.weights.hf_config import parse_config, read_json
+from jetspec_jax.weights.mapped import pieces
 from jetspec_jax.weights.safetensors_file import SafetensorsFile
+from jetspec_jax.weights.source import RawTensor
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DERIVED_SUFFIX = (
     "rotary_emb.inv_freq"  # buffers that old checkpoints saved; computed from the config here
 )
+_KINDS = {
+    np.dtype(ml_dtypes.bfloat16): "BF16",
+    np.dtype(np.float16): "F16",
+    np.dtype(np.float32): "F32",
+    np.dtype(np.float64): "F64",
+}
 
 
 class HFSource:
@@ -110,8 +119,13 @@ class HFSource:
 
     def _check_tied(self, embed: str, head: str) -> None:
         a, b = self.read(embed), self.read(head)
+
+        def release() -> None:
+            for name in (embed, head):
+                self._file(name).release()
+
         same = a.shape == b.shape and all(
-            np.array_equal(a[i : i + 1024], b[i : i + 1024]) for i in range(0, len(a), 1024)
+            np.array_equal(a[rows], b[rows]) for rows in pieces(len(a), a[:1].nbytes, release)
         )
         if not same:
             raise ModelFileError(
@@ -138,8 +152,23 @@ class HFSource:
 
     def read(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
         """The tensor in its stored dtype (a view of the file); converted into `out` when given."""
-        value = self._file(name).read(name)
+        file = self._file(name)
+        value = file.read(name)
         if out is None:
             return value
-        out[...] = value
+        if value.ndim < 2:
+            out[...] = value
+            return out
+        for rows in pieces(len(value), value[:1].nbytes, file.release):
+            out[rows] = value[rows]
         return out
+
+    def raw(self, name: str) -> RawTensor:
+        """Stored values as bytes (a view of the file)."""
+        file = self._file(name)
+        value = file.read(name)
+        if value.dtype not in _KINDS:
+            raise ModelFileError(
+                f"{file.path}: tensor {name!r} is stored as {value.dtype}, which is no weight type"
+            )
+        return RawTensor(_KINDS[value.dtype], value.shape, value.view(np.uint8), file.release)

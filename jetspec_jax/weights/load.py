@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,9 +14,9 @@ import numpy as np
 from jetspec_jax.errors import ModelFileError
 from jetspec_jax.models.spec import Declaration, WeightSpec, nest
 from jetspec_jax.typing import Params
-from jetspec_jax.weights.source import TensorSource
+from jetspec_jax.weights.source import RawTensor, TensorSource
 
-Transform = Callable[[str, WeightSpec, np.ndarray], Any]
+Pack = Callable[[str, WeightSpec, Sequence[RawTensor]], Any]
 Progress = Callable[[str, int, int], None]
 
 _FLOATS = tuple(np.dtype(t) for t in (np.float32, np.float16, np.float64, ml_dtypes.bfloat16))
@@ -101,20 +101,22 @@ def load_params(
     decl: Declaration,
     dtype: Any = jnp.float32,
     *,
-    transform: Transform | None = None,
+    pack: Pack | None = None,
     progress: Progress | None = None,
 ) -> Params:
     """Read all weights of a declaration.
 
     Every weight is assembled in one preallocated array (fused projections and stacked experts
-    included) that becomes the device array, so the peak is the parameters plus one weight.
+    included) that becomes the device array, and the file's pages are given back as it is read: the
+    peak is the parameters plus some megabytes.
 
     Args:
         source: an opened checkpoint.
         decl: flat declaration; `sources` name tensors of the checkpoint.
-        dtype: of the returned arrays (and of the array that `transform` gets).
-        transform: called with (flat name, spec, array [out, in]); its result takes the place of
-            the weight, so that the numerics layer can repack. A NumPy result becomes a jax array.
+        dtype: of the returned arrays.
+        pack: called for every matrix with (flat name, spec, its tensors as stored, in the order of
+            `spec.sources`); its result takes the place of the weight, so that the numerics layer
+            can keep it in its kernel's layout. None: the weight is read as an array of `dtype`.
         progress: called with (flat name, weights done, weights in all) after each weight.
 
     Returns:
@@ -126,26 +128,34 @@ def load_params(
     check_source(source, decl)
     flat: dict[str, Any] = {}
     for done, (name, spec) in enumerate(decl.items(), 1):
-        array = _assemble(source, spec, np.dtype(dtype))
-        value: Any = array if transform is None else transform(name, spec, array)
-        # On CPU device_put adopts the aligned buffer (jnp.asarray would copy it).
-        flat[name] = jax.device_put(value) if isinstance(value, np.ndarray) else value
-        del array, value
+        value: Any = None
+        if pack is not None and len(spec.shape) > 1:
+            value = pack(name, spec, [source.raw(tensor) for tensor in _tensors(spec)])
+        if value is None:
+            # On CPU device_put adopts the aligned buffer (jnp.asarray would copy it).
+            value = jax.device_put(_assemble(source, spec, np.dtype(dtype)))
+        flat[name] = value
+        del value
         if progress is not None:
             progress(name, done, len(decl))
     return nest(flat)
+
+
+def _tensors(spec: WeightSpec) -> list[str]:
+    """Checkpoint tensors of a weight, in row order."""
+    return [
+        tensor
+        for entry in spec.sources
+        for tensor in ((entry,) if isinstance(entry, str) else entry)
+    ]
 
 
 def _assemble(source: TensorSource, spec: WeightSpec, dtype: np.dtype) -> np.ndarray:
     out = aligned_empty(spec.shape, dtype)
     rows = out.reshape(-1, *spec.shape[2:]) if spec.stack else out
     at = 0
-    for entry in spec.sources:
-        for tensor in (entry,) if isinstance(entry, str) else entry:
-            piece = rows[at : at + source.shape(tensor)[0]]
-            if dtype == np.float32:
-                source.read(tensor, piece)
-            else:
-                piece[...] = source.read(tensor)
-            at += piece.shape[0]
+    for tensor in _tensors(spec):
+        piece = rows[at : at + source.shape(tensor)[0]]
+        source.read(tensor, piece)
+        at += piece.shape[0]
     return out

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 import struct
 from pathlib import Path
@@ -17,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from jetspec_jax.errors import ModelFileError
+from jetspec_jax.weights.mapped import MappedFile
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
@@ -52,7 +52,7 @@ class SafetensorsFile:
                 size = os.fstat(handle.fileno()).st_size
                 if size < 8:
                     raise self._damaged(f"{size} bytes, too short for a safetensors header")
-                data = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+                self._file = MappedFile(handle)
         except FileNotFoundError as err:
             raise ModelFileError(f"{self.path}: file is missing; download the model again") from err
         except OSError as err:
@@ -60,6 +60,7 @@ class SafetensorsFile:
                 f"{self.path}: cannot be read ({err.strerror or err}); check the path and "
                 "permissions"
             ) from err
+        data = self._file.data
         length = struct.unpack_from("<Q", data)[0]
         if length > _MAX_HEADER:
             raise self._damaged(f"the header claims {length} bytes")
@@ -81,7 +82,7 @@ class SafetensorsFile:
             raise self._damaged(
                 f"the header is not a safetensors header ({type(err).__name__})"
             ) from err
-        self._data = np.frombuffer(data, np.uint8)[8 + length :]
+        self._data = self._file.bytes[8 + length :]
         for name, (kind, shape, start, stop) in self._entries.items():
             if kind not in _DTYPES:
                 raise ModelFileError(
@@ -117,3 +118,7 @@ class SafetensorsFile:
         """The tensor in its stored type; a read-only view of the file."""
         kind, shape, start, stop = self._entries[name]
         return self._data[start:stop].view(_DTYPES[kind]).reshape(shape)
+
+    def release(self) -> None:
+        """Gives the pages of the file that were read so far back to the system."""
+        self._file.release()

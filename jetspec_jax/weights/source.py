@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -14,6 +16,23 @@ from jetspec_jax.errors import ModelFileError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+
+
+@dataclasses.dataclass(frozen=True)
+class RawTensor:
+    """A tensor as the file stores it.
+
+    Attributes:
+        kind: GGUF type name, such as "Q4_1"; "BF16", "F16", "F32" or "F64" in safetensors.
+        shape: of the values.
+        blocks: uint8 [rows, bytes per row], rows in Hugging Face order.
+        release: gives the pages of the file that were read so far back (`blocks` stays valid).
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    blocks: np.ndarray
+    release: Callable[[], None] = lambda: None
 
 
 @runtime_checkable
@@ -39,7 +58,11 @@ class TensorSource(Protocol):
         ...
 
     def read(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
-        """Values in their dtype; into `out` (C-contiguous float32, same shape) when given."""
+        """Values in their dtype; into `out` (C-contiguous, same shape, any float type) if given."""
+        ...
+
+    def raw(self, name: str) -> RawTensor:
+        """The tensor as stored, read lazily."""
         ...
 
 

@@ -72,25 +72,30 @@ def test_dtype_of_the_parameters(tmp_path: Path, dtype: Any) -> None:
     np.testing.assert_array_equal(params["w"], value.astype(dtype))
 
 
-def test_transform_replaces_weights_and_progress_counts(tmp_path: Path) -> None:
+def test_pack_replaces_weights_and_progress_counts(tmp_path: Path) -> None:
     a, b = np.ones((4, 3), np.float32), np.full((3,), 2, np.float32)
     decl = {
-        "w": WeightSpec((4, 3), ROWS, ("a",), linear=True),
+        "w": WeightSpec((8, 3), ROWS, ("a", "c"), linear=True),
+        "table": WeightSpec((4, 3), ROWS, ("d",)),
         "norm": WeightSpec((3,), (None,), ("b",)),
     }
     seen: list[Any] = []
 
-    def transform(name: str, spec: WeightSpec, array: np.ndarray) -> Any:
-        assert array.shape == spec.shape
-        return {"packed": array * 2} if spec.linear else array + 1
+    def pack(name: str, spec: WeightSpec, parts: Any) -> Any:
+        assert (name == "w") == spec.linear
+        return {"packed": [(p.kind, p.shape) for p in parts]} if spec.linear else None
 
     params = load_params(
-        source_of(tmp_path, a=a, b=b), decl, transform=transform, progress=lambda *x: seen.append(x)
+        source_of(tmp_path, a=a, b=b, c=a.astype(np.float16), d=a * 2),
+        decl,
+        pack=pack,
+        progress=lambda *x: seen.append(x),
     )
-    np.testing.assert_array_equal(params["w"]["packed"], a * 2)
-    np.testing.assert_array_equal(params["norm"], b + 1)
+    assert params["w"]["packed"] == [("F32", (4, 3)), ("F16", (4, 3))]
+    np.testing.assert_array_equal(params["table"], a * 2)
+    np.testing.assert_array_equal(params["norm"], b)
     assert isinstance(params["norm"], jax.Array)
-    assert seen == [("w", 1, 2), ("norm", 2, 2)]
+    assert seen == [("w", 1, 3), ("table", 2, 3), ("norm", 3, 3)]
 
 
 def test_arrays_are_adopted_without_a_copy_and_one_at_a_time(tmp_path: Path) -> None:
@@ -101,20 +106,14 @@ def test_arrays_are_adopted_without_a_copy_and_one_at_a_time(tmp_path: Path) -> 
     names = [f"t{i}" for i in range(12)]
     source = source_of(tmp_path, **dict.fromkeys(names, big))
     decl = {name: WeightSpec(big.shape, ROWS, (name,)) for name in names}
-    kept = []
-
-    def transform(name: str, spec: WeightSpec, array: np.ndarray) -> np.ndarray:
-        kept.append(name)
-        return array[:1].copy()
-
     tracemalloc.start()
     try:
-        load_params(source, decl, transform=transform)
+        params = load_params(source, decl, jnp.bfloat16)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert kept == names
-    assert big.nbytes < peak < 2.5 * big.nbytes  # of 12 weights, one is in memory
+    total = len(names) * big.nbytes // 2
+    assert total <= sum(x.nbytes for x in params.values()) <= peak < total + big.nbytes // 4
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_read(

@@ -1,0 +1,130 @@
+"""Projection weights in the layout of the native matmul kernel, in the format of the file.
+
+A weight is repacked a few rows at a time into its final array, so that loading needs that array
+and some megabytes, whatever the format and however many tensors a fused projection is made of.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from jetspec_jax.models.spec import WeightSpec
+from jetspec_jax.weights.dequant import dequantize
+from jetspec_jax.weights.load import aligned_empty
+from jetspec_jax.weights.source import RawTensor
+from pallas_kernels import native
+from pallas_kernels import row_invariant_matmul as rim
+from pallas_kernels.row_invariant_matmul import specs
+
+_SLICE = 1 << 18  # bytes repacked at once: stays in the cache
+_RELEASE = 8 << 20  # bytes of the file read between two releases of its pages
+
+
+class Packer:
+    """The `pack` hook of `load_params` where the native kernels run.
+
+    Args:
+        stored: keep the format of the file where there is a kernel for it; else float32 throughout.
+
+    Attributes:
+        expanded: number of weights that `stored` could not keep, by reason.
+    """
+
+    def __init__(self, stored: bool) -> None:
+        self.stored = stored
+        self.expanded: collections.Counter[str] = collections.Counter()
+
+    def __call__(
+        self, name: str, spec: WeightSpec, parts: Sequence[RawTensor]
+    ) -> rim.PackedWeight | None:
+        """The packed weight; None for one that no packed kernel multiplies (it is read dense)."""
+        kinds = {part.kind for part in parts}
+        if not spec.linear:
+            if self.stored and spec.stack and kinds != {"F32"}:
+                self.expanded["experts, which have no packed kernel"] += 1
+            return None
+        if self.stored and kinds != {"F32"}:
+            reason = refusal(kinds)
+            if reason is None:
+                try:
+                    return pack_parts(parts, stored=True)
+                except native.KernelError:
+                    # the one thing that depends on values: Q4_0 offsets, kept as float16
+                    reason = f"{parts[0].kind} with a scale that is out of the kernel's range"
+            self.expanded[reason] += 1
+        return pack_parts(parts, stored=False)
+
+    def expanded_line(self) -> str | None:
+        """What was expanded to float32 and why, in one line; None where nothing was."""
+        if not self.expanded:
+            return None
+        reasons = ", ".join(f"{count} ({reason})" for reason, count in self.expanded.items())
+        return f"weights expanded to float32: {reasons}"
+
+
+def refusal(kinds: set[str]) -> str | None:
+    """Why parts of these kinds cannot be one packed weight in their stored format; None: they
+    can.
+    """
+    if len(kinds) > 1:
+        return f"fused from parts stored as {' and '.join(sorted(kinds))}"
+    (kind,) = kinds
+    if kind in specs.GGUF_KINDS or kind in ("BF16", "F32"):
+        return None
+    return f"stored as {kind}, which has no kernel"
+
+
+def pack_parts(parts: Sequence[RawTensor], *, stored: bool) -> rim.PackedWeight:
+    """One packed weight from the rows of all parts, one under the other.
+
+    Args:
+        parts: as stored, with the same number of columns; of one kind if `stored`.
+        stored: keep their format (`refusal` must be None); else float32.
+
+    Raises:
+        native.KernelError: values that the packed format cannot hold (Q4_0).
+    """
+    count, columns = sum(len(part.blocks) for part in parts), parts[0].shape[1]
+    row_bytes = parts[0].blocks.shape[1] if stored else 4 * columns
+    step = max(1, _SLICE // (specs.PANEL * row_bytes)) * specs.PANEL  # whole panels
+    packed = _pack(_rows(parts, 0, step), stored)
+    shape = (specs.panels(count), *packed.data.shape[1:])
+    out = aligned_empty(shape, packed.data.dtype)
+    unreleased = 0
+    for start in range(0, count, step):
+        data = packed.data if start == 0 else _pack(_rows(parts, start, start + step), stored).data
+        at = start // specs.PANEL
+        out[at : at + len(data)] = data
+        unreleased += step * row_bytes
+        if unreleased >= _RELEASE or start + step >= count:
+            unreleased = 0
+            for part in parts:
+                part.release()
+    # On CPU device_put adopts the aligned buffer.
+    return dataclasses.replace(packed, data=jax.device_put(out), n=count)
+
+
+def _rows(parts: Sequence[RawTensor], start: int, stop: int) -> list[tuple[str, np.ndarray]]:
+    """(kind, blocks) of the rows from `start` to `stop` of all parts under each other."""
+    found, first = [], 0
+    for part in parts:
+        blocks = part.blocks[max(start - first, 0) : max(stop - first, 0)]
+        if len(blocks):
+            found.append((part.kind, blocks))
+        first += len(part.blocks)
+    return found
+
+
+def _pack(rows: Sequence[tuple[str, np.ndarray]], stored: bool) -> rim.PackedWeight:
+    kind = rows[0][0] if stored else "F32"
+    joined = [blocks if stored else dequantize(blocks, k) for k, blocks in rows]
+    blocks = joined[0] if len(joined) == 1 else np.concatenate(joined)
+    if kind in specs.GGUF_KINDS:
+        return rim.pack_gguf(blocks, kind, "cpu")
+    return rim.pack(blocks.view(ml_dtypes.bfloat16) if kind == "BF16" else blocks, "cpu")
