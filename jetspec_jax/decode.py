@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jetspec_jax import policy
-from jetspec_jax.cache import KVCache, after, append, gather_rows
+from jetspec_jax.cache import KVCache, after, commit, gather_rows
 from jetspec_jax.drafting import draft_tree, extend_context
-from jetspec_jax.models.decoder import forward_block, head_logits
+from jetspec_jax.models.decoder import forward_block, head_logits, lm_head_weight
 from jetspec_jax.plan import RoundPlan
 from jetspec_jax.sampling import choose, greedy
 from jetspec_jax.state import (
@@ -34,7 +34,8 @@ from jetspec_jax.state import (
 from jetspec_jax.stop import REASON_STOP, truncate_at_stop
 from jetspec_jax.tree import accept, ancestor_mask, prune
 from jetspec_jax.tree.topology import Tree
-from jetspec_jax.typing import Array
+from jetspec_jax.typing import Array, PyTree
+from pallas_kernels.verify_head import verify_head
 
 
 def _rows_at(buffer: Array, start: Array, count: int) -> Array:
@@ -66,6 +67,7 @@ def prefill(plan: RoundPlan, params: EngineParams, state: DecodeState) -> Decode
         _: Array, carry: tuple[Array, KVCache, KVCache | None]
     ) -> tuple[Array, KVCache, KVCache | None]:
         cached, cache, context = carry
+        counts = jnp.clip(target_end - cached, 0, rows)
         positions = cached[:, None] + lax.iota(jnp.int32, rows)[None]
         out = forward_block(
             params.target,
@@ -76,12 +78,14 @@ def prefill(plan: RoundPlan, params: EngineParams, state: DecodeState) -> Decode
             cache.v,
             cached,
             mask,
+            counts=counts,
             taps=plan.taps,
             numerics=plan.numerics,
         )
-        cache = append(cache, out.new_k, out.new_v, after(cached, out.hidden))
+        start = after(cached, out.hidden)
+        cache = commit(cache, out.new_k, out.new_v, start, counts=counts)
         if context is not None:
-            context = extend_context(plan, params, context, out.taps, positions, cached)
+            context = extend_context(plan, params, context, out.taps, positions, cached, counts)
         return jnp.minimum(cached + rows, target_end), cache, context
 
     carry = (state.cached, state.cache, state.context)
@@ -90,25 +94,70 @@ def prefill(plan: RoundPlan, params: EngineParams, state: DecodeState) -> Decode
 
 
 @flax.struct.dataclass
-class _Verified:
-    """What verification of any budget hands to commit: only rows of the accepted path, P = D +
-    1.
-    """
+class _Walk:
+    """The accepted path, P = D + 1 steps."""
 
     path: Array  # [B, P]
     accepted: Array  # [B]
     had_node: Array  # [B, D]
     emitted: Array  # [B, P]
-    path_k: tuple[Array, ...]  # per layer [B, K, P, h]
-    path_v: tuple[Array, ...]
+    logprob: Array | None = None
+    top_ids: Array | None = None
+    top_logprobs: Array | None = None
+
+
+@flax.struct.dataclass
+class _Verified:
+    """What verification of any budget hands to commit."""
+
+    walk: _Walk
+    new_k: PyTree  # rows for `cache.commit`: of the path (XLA), or of all nodes (native stack)
+    new_v: PyTree
     taps: Array | None  # [B, P, n, H]
-    logprob: Array | None
-    top_ids: Array | None
-    top_logprobs: Array | None
 
 
 def _pad_rows(x: Array, rows: int, value: int | float | bool) -> Array:
     return jnp.pad(x, ((0, 0), (0, rows - x.shape[1])), constant_values=value)
+
+
+def _walk(plan: RoundPlan, tree: Tree, choice: Array) -> _Walk:
+    """Follows the target's choices [B, N] after the nodes of each tree."""
+    result = jax.vmap(functools.partial(accept, depth=plan.depth))(tree, choice)
+    emitted = jnp.take_along_axis(choice, result.path, axis=1)
+    return _Walk(result.path, result.accepted, result.had_node, emitted)
+
+
+def _walk_logits(
+    plan: RoundPlan, params: EngineParams, state: DecodeState, tree: Tree, hidden: Array, nodes: int
+) -> _Walk:
+    """The same for the first `nodes` nodes, by their logits: sampling and log-probabilities.
+
+    All rows of `hidden` [B, R, H] go through the LM head, R >= nodes (padded rounds need that).
+    """
+    tree = prune(tree, nodes)
+    logits = head_logits(params.target, hidden)[:, :nodes]
+    # a choice after the node at position p is the token at position p + 1
+    positions = state.cached[:, None] + tree.depth + 1
+    if plan.sampled:
+        choice = choose(logits, positions, tree.depth, state.sampling, plan.depth)
+    else:
+        choice = greedy(logits)
+    walk = _walk(plan, tree, choice)
+    if plan.logprobs is None:
+        return walk
+    chosen = jnp.take_along_axis(logits, walk.path[:, :, None], axis=1)
+    all_logprobs = jax.nn.log_softmax(chosen, -1)
+    top_logprobs, top_ids = lax.top_k(all_logprobs, plan.logprobs)
+    return dataclasses.replace(
+        walk,
+        logprob=jnp.take_along_axis(all_logprobs, walk.emitted[:, :, None], axis=2)[..., 0],
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+    )
+
+
+def _taps_of(taps: Array | None, path: Array) -> Array | None:
+    return None if taps is None else jnp.take_along_axis(taps, path[:, :, None, None], axis=1)
 
 
 def verify(
@@ -138,38 +187,59 @@ def verify(
         taps=plan.taps,
         numerics=plan.numerics,
     )
-    logits = head_logits(params.target, out.hidden)[:, :nodes]
-    # a choice after the node at position p is the token at position p + 1
-    if plan.sampled:
-        choice = choose(logits, positions[:, :nodes] + 1, tree.depth, state.sampling, plan.depth)
-    else:
-        choice = greedy(logits)
     # without speculation a sequence accepts nothing, whatever its neighbours' trees hold
     tree = dataclasses.replace(
         tree, valid=tree.valid & (state.speculate[:, None] | (tree.depth == 0))
     )
-    result = jax.vmap(functools.partial(accept, depth=plan.depth))(tree, choice)
-    emitted = jnp.take_along_axis(choice, result.path, axis=1)
-    logprob = top_ids = top_logprobs = None
-    if plan.logprobs is not None:
-        chosen = jnp.take_along_axis(logits, result.path[:, :, None], axis=1)
-        all_logprobs = jax.nn.log_softmax(chosen, -1)
-        logprob = jnp.take_along_axis(all_logprobs, emitted[:, :, None], axis=2)[..., 0]
-        top_logprobs, top_ids = lax.top_k(all_logprobs, plan.logprobs)
+    walk = _walk_logits(plan, params, state, tree, out.hidden, nodes)
     return _Verified(
-        path=result.path,
-        accepted=result.accepted,
-        had_node=result.had_node,
-        emitted=emitted,
-        path_k=gather_rows(out.new_k, result.path),
-        path_v=gather_rows(out.new_v, result.path),
-        taps=None
-        if out.taps is None
-        else jnp.take_along_axis(out.taps, result.path[:, :, None, None], axis=1),
-        logprob=logprob,
-        top_ids=top_ids,
-        top_logprobs=top_logprobs,
+        walk,
+        gather_rows(out.new_k, walk.path),
+        gather_rows(out.new_v, walk.path),
+        _taps_of(out.taps, walk.path),
     )
+
+
+def verify_ragged(
+    plan: RoundPlan, params: EngineParams, state: DecodeState, tree: Tree, index: Array
+) -> _Verified:
+    """`verify` by the native stack: one program for every budget, since rows are data there.
+
+    Args:
+        plan, params, state: of the round.
+        tree: [B, N] trees.
+        index: [] int32, which of `plan.budgets` to verify. Sequences that do not speculate have one
+            row, those that do not run none.
+    """
+    slots = lax.iota(jnp.int32, tree.token.shape[1])[None]
+    nodes = jnp.asarray(plan.budgets, jnp.int32)[index]
+    wanted = jnp.minimum(nodes, tree.valid.sum(1, dtype=jnp.int32))
+    counts = jnp.where(state.speculate, wanted, 1)
+    counts = jnp.where(state.status == RUNNING, counts, 0)
+    tree = dataclasses.replace(tree, valid=tree.valid & (slots < counts[:, None]))
+    out = forward_block(
+        params.target,
+        plan.model,
+        tree.token,
+        state.cached[:, None] + tree.depth,
+        state.cache.k,
+        state.cache.v,
+        state.cached,
+        jax.vmap(lambda p: ancestor_mask(p, plan.depth))(tree.parent),
+        counts=counts,
+        taps=plan.taps,
+        numerics=plan.numerics,
+    )
+    if plan.sampled or plan.logprobs is not None:
+        branches = [
+            functools.partial(_walk_logits, plan, params, state, tree, out.hidden[:, :n], n)
+            for n in plan.budgets
+        ]
+        walk = lax.switch(index, branches)
+    else:
+        head = lm_head_weight(params.target)
+        walk = _walk(plan, tree, verify_head(out.hidden, head, counts, implementation="cpu").ids)
+    return _Verified(walk, out.new_k, out.new_v, _taps_of(out.taps, walk.path))
 
 
 def spec_round(
@@ -190,16 +260,21 @@ def spec_round(
             tree.score, tree.valid, active, plan.budgets, costs, trust
         )
         index = jnp.where(draft_now, index, 0)
+    else:
+        index, promised = jnp.zeros((), jnp.int32), jnp.zeros(())
+    if plan.numerics.stack:
+        done = verify_ragged(plan, params, state, tree, index)
+    elif len(plan.budgets) > 1:
         branches = [functools.partial(verify, plan, params, state, tree, n) for n in plan.budgets]
         done = lax.switch(index, branches)
     else:
-        index, promised = jnp.zeros((), jnp.int32), jnp.zeros(())
         done = verify(plan, params, state, tree, min(plan.budgets))
+    walk = done.walk
     budget = jnp.asarray(plan.budgets, jnp.int32)[index]
 
     room = state.limit - state.committed
     count, finished, reason = truncate_at_stop(
-        done.emitted, done.accepted + 1, state.stop_ids, room
+        walk.emitted, walk.accepted + 1, state.stop_ids, room
     )
     count = jnp.where(active, count, 0)
     status = jnp.where(
@@ -208,22 +283,23 @@ def spec_round(
 
     # Rows past the accepted path land above the live keys and are overwritten by the next round.
     # With depth 0 the path is a constant: only `after` then orders the write behind the reads.
-    tail = after(state.cached, done.emitted)
-    cache = append(state.cache, done.path_k, done.path_v, tail)
+    tail = after(state.cached, walk.emitted)
+    path = walk.path if plan.numerics.stack else None  # XLA's branches have gathered it already
+    cache = commit(state.cache, done.new_k, done.new_v, tail, path=path, counts=count)
     context = state.context
     if context is not None:
         positions = state.cached[:, None] + lax.iota(jnp.int32, plan.path_rows)[None]
-        context = extend_context(plan, params, context, done.taps, positions, state.cached)
+        context = extend_context(plan, params, context, done.taps, positions, state.cached, count)
 
-    is_drafted = lax.iota(jnp.int32, plan.path_rows)[None] < done.accepted[:, None]
-    counters = _count(state.counters, tree, done, active, index, budget, draft_now)
+    is_drafted = lax.iota(jnp.int32, plan.path_rows)[None] < walk.accepted[:, None]
+    counters = _count(state.counters, tree, walk, active, index, budget, draft_now)
     control = state.control
     if len(plan.budgets) > 1:
         spent = costs.verify[index] + jnp.where(draft_now, costs.draft, 0.0)
         control = policy.update(
             control,
             draft_now,
-            jnp.where(active, done.accepted + 1, 0).sum(),
+            jnp.where(active, walk.accepted + 1, 0).sum(),
             active.sum(),
             promised,
             spent,
@@ -231,7 +307,7 @@ def spec_round(
         )
     new_state = dataclasses.replace(
         state,
-        tokens=_write_at(state.tokens, done.emitted, state.committed),
+        tokens=_write_at(state.tokens, walk.emitted, state.committed),
         drafted=_write_at(state.drafted, is_drafted, state.committed),
         committed=state.committed + count,
         cached=state.cached + count,
@@ -243,14 +319,14 @@ def spec_round(
     )
     out = RoundOut(
         tree,
-        done.path,
-        done.accepted,
-        done.emitted,
+        walk.path,
+        walk.accepted,
+        walk.emitted,
         count,
         budget,
-        done.logprob,
-        done.top_ids,
-        done.top_logprobs,
+        walk.logprob,
+        walk.top_ids,
+        walk.top_logprobs,
     )
     return new_state, out
 
@@ -258,7 +334,7 @@ def spec_round(
 def _count(
     counters: Counters,
     tree: Tree,
-    done: _Verified,
+    walk: _Walk,
     active: Array,
     index: Array,
     budget: Array,
@@ -271,8 +347,8 @@ def _count(
     return Counters(
         rounds=counters.rounds + one,
         accepted=counters.accepted
-        + one[:, None] * (depths[None] == done.accepted[:, None]).astype(jnp.int32),
-        had_node=counters.had_node + one[:, None] * done.had_node.astype(jnp.int32),
+        + one[:, None] * (depths[None] == walk.accepted[:, None]).astype(jnp.int32),
+        had_node=counters.had_node + one[:, None] * walk.had_node.astype(jnp.int32),
         nodes=counters.nodes + one * (tree.valid & inside).astype(jnp.int32).sum(1),
         budget=counters.budget
         + (lax.iota(jnp.int32, counters.budget.shape[0]) == index).astype(jnp.int32),

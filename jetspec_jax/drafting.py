@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jetspec_jax import drafter
-from jetspec_jax.cache import KVCache, append
+from jetspec_jax.cache import KVCache, commit
 from jetspec_jax.config import SCRIPTED
 from jetspec_jax.models.decoder import embed_tokens
 from jetspec_jax.plan import RoundPlan
@@ -35,15 +35,18 @@ def extend_context(
     taps: PyTree,
     positions: Array,
     start: Array,
+    counts: Array,
 ) -> KVCache:
-    """Drafter context of newly committed rows: fuse the taps [B, T, n, H], project, append at
-    `start` [B].
+    """Drafter context of newly committed rows: fuse the taps [B, T, n, H], project, write the first
+    `counts` [B] at `start` [B].
 
     Only new rows are projected; the published fast path recomputes the whole context every round.
     """
     ctx = drafter.fuse(params.draft, plan.head_config, taps)
     k, v = zip(*drafter.context_kv(params.draft, plan.head_config, ctx, positions), strict=True)
-    return append(context, k, v, start)
+    if plan.numerics.stack:
+        return commit(context, jnp.stack(k), jnp.stack(v), start, counts=counts)
+    return commit(context, k, v, start)
 
 
 def draft_tree(plan: RoundPlan, params: EngineParams, state: DecodeState, draft_now: Array) -> Tree:

@@ -24,7 +24,7 @@ from jetspec_jax.config import (
 )
 from jetspec_jax.errors import ConfigError, InputError
 from jetspec_jax.loading import Head, Target, bundled_head_path, load_head, load_target
-from jetspec_jax.models.decoder import Numerics
+from jetspec_jax.models.decoder import Numerics, takes_stack
 from jetspec_jax.numerics.probe import ProbeReport, probe
 from jetspec_jax.plan import RoundPlan
 from jetspec_jax.policy import Costs
@@ -121,6 +121,7 @@ class LLM:
         self.engine, self._say, self._target, self._head = engine, say, target, head
         self.tokenizer = target.tokenizer
         native = target.kernels == "cpu"
+        self._stack = native and takes_stack(target.params, target.config)
         self.bitwise = native if engine.numerics is None else engine.numerics == "bitwise"
         self.model_config: ModelConfig = target.config
         self.draft_config: DraftConfig | None = head.config if head is not None else None
@@ -214,7 +215,10 @@ class LLM:
             pad_rows=self.budgets(self.spec)[-1] if bitwise and not native else 1,
             prefill_chunk=self.engine.prefill_chunk,
             numerics=Numerics(
-                bitwise=bitwise, native=native, attention_chunk=self.engine.attention_chunk
+                bitwise=bitwise,
+                native=native,
+                stack=self._stack,
+                attention_chunk=self.engine.attention_chunk,
             ),
             sampled=any(s.temperature > 0 for s in sampling),
             logprobs=max(logprobs) if logprobs else None,

@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 from tqdm import tqdm
 
-from jetspec_jax.cache import KVCache, after, alloc, append
+from jetspec_jax.cache import KVCache, after, alloc, commit
 from jetspec_jax.config import KERNELS, EngineConfig, ModelConfig, SamplingParams
 from jetspec_jax.drafter.checkpoint import default_layer_ids
 from jetspec_jax.errors import ConfigError, JetSpecError
@@ -100,7 +100,7 @@ def prefill_chunk(
         taps=cfg.taps,
         numerics=cfg.numerics,
     )
-    return append(cache, out.new_k, out.new_v, after(start, out.hidden)), _features(out)
+    return commit(cache, out.new_k, out.new_v, after(start, out.hidden)), _features(out)
 
 
 def admit(
@@ -147,7 +147,7 @@ def write_steps(
         logits = head_logits(params, out.hidden)
         zero = jnp.zeros_like(slots.token)[:, None]
         token = choose(logits, slots.cached[:, None] + 1, zero, slots.sampling, 0)[:, 0]
-        cache = append(slots.cache, out.new_k, out.new_v, after(slots.cached, token))
+        cache = commit(slots.cache, out.new_k, out.new_v, after(slots.cached, token))
         return (
             dataclasses.replace(
                 slots, cache=cache, token=token, cached=jnp.minimum(slots.cached + 1, last)

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jetspec_jax.typing import Array
+from jetspec_jax.typing import Array, PyTree
+from pallas_kernels.accept_commit import accept_commit
 
 # Up to this batch, a dynamic_update_slice per sequence; beyond it a vmapped one (XLA's scatter loop
 # on CPU).
@@ -79,23 +80,44 @@ def after(start: Array, result: Array) -> Array:
     return start + ((start < 0) & (probe > 0)).astype(start.dtype)
 
 
-def append(
-    cache: KVCache, new_k: tuple[Array, ...], new_v: tuple[Array, ...], start: Array
+def commit(
+    cache: KVCache,
+    new_k: PyTree,
+    new_v: PyTree,
+    start: Array,
+    *,
+    path: Array | None = None,
+    counts: Array | None = None,
 ) -> KVCache:
-    """Write T rows per layer ([B, K, T, h]) at slots start[b] (int32 [B]) and up.
+    """The cache with rows of `new_k` and `new_v` written at slots start[b] (int32 [B]) and up.
 
-    Callers keep T slots of slack above the last live key (`alloc` with capacity + slack): a start
-    beyond allocated - T would be clamped by XLA and overwrite live keys.
+    Args:
+        cache: donated by the caller's program; updated in place.
+        new_k, new_v: rows of all layers: a tuple of [B, K, T, h] (XLA), or one [L, B, K, T, h] from
+            the native decoder stack.
+        start: see `after`.
+        path: [B, P] int32, which rows, in order; None: all T as they are.
+        counts: [B] int32, how many of them. The native form writes no more; XLA writes all P rows,
+            of which those past the count must lie above the live keys. Callers keep P slots of
+            slack above the last live key: XLA clamps a start beyond allocated - P, which would
+            overwrite live keys.
     """
-    return KVCache(
-        tuple(_write(c, r, start) for c, r in zip(cache.k, new_k, strict=True)),
-        tuple(_write(c, r, start) for c, r in zip(cache.v, new_v, strict=True)),
-    )
+    if isinstance(new_k, tuple):
+        if path is not None:
+            new_k, new_v = gather_rows(new_k, path), gather_rows(new_v, path)
+        return KVCache(
+            tuple(_write(c, r, start) for c, r in zip(cache.k, new_k, strict=True)),
+            tuple(_write(c, r, start) for c, r in zip(cache.v, new_v, strict=True)),
+        )
+    _, batch, _, rows, _ = new_k.shape
+    if path is None:
+        path = jnp.broadcast_to(lax.iota(jnp.int32, rows)[None], (batch, rows))
+    if counts is None:
+        counts = jnp.full((batch,), path.shape[1], jnp.int32)
+    return KVCache(*accept_commit(cache.k, cache.v, new_k, new_v, path, start, counts))
 
 
 def gather_rows(rows: tuple[Array, ...], path: Array) -> tuple[Array, ...]:
-    """Rows `path` [B, P] of per-layer [B, K, N, h] -> per layer [B, K, P, h] (the accepted path's
-    K/V).
-    """
+    """Rows `path` [B, P] of per-layer [B, K, N, h] -> per layer [B, K, P, h]."""
     index = path[:, None, :, None]
     return tuple(jnp.take_along_axis(r, index, axis=2) for r in rows)

@@ -1,8 +1,9 @@
 """One dense decoder for Llama, Qwen2, Qwen3 and Qwen3-MoE targets, as pure functions over declared
 weights.
 
-Layers are unrolled: `lax.scan` over stacked weights copies every layer on CPU (2 to 3.5 times
-slower, measured).
+The native CPU kernels take all dense layers as one op (`pallas_kernels.decoder_stack`). In XLA layers
+are unrolled: `lax.scan` over stacked weights copies every layer on CPU (2 to 3.5 times slower,
+measured).
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import jax.numpy as jnp
 
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models.layers import moe, rms_norm, swiglu
-from jetspec_jax.models.rope import apply_rope, rope_tables
+from jetspec_jax.models.rope import apply_rope, inverse_frequencies, rope_tables
 from jetspec_jax.models.spec import Declaration, WeightSpec
 from jetspec_jax.numerics import fold_attention, linear, online_attention, take_rows
 from jetspec_jax.typing import Array, Params, PyTree
+from pallas_kernels import decoder_stack as stack
+from pallas_kernels import row_invariant_matmul as rim
 from pallas_kernels.tree_attention import tree_attention
 
 
@@ -30,11 +33,14 @@ class Numerics:
     Attributes:
         bitwise: order-true attention and norms (algorithm.md section 6, level 2).
         native: attention by the native CPU kernel, which is order-true in any case.
+        stack: all layers by the native CPU kernel, where it takes them (`takes_stack`); rows are
+            then ragged: a forward costs what its `counts` say.
         attention_chunk: keys per loop turn of the XLA forms; cache capacities are multiples of it.
     """
 
     bitwise: bool = False
     native: bool = False
+    stack: bool = False
     attention_chunk: int = 256
 
     def attend(self, *operands: Array, scale: float) -> Array:
@@ -53,8 +59,8 @@ class BlockOut:
     """Result of `forward_block` for T rows a sequence."""
 
     hidden: Array  # [B, T, H], after the final norm
-    new_k: tuple[Array, ...]  # per layer [B, K, T, h], after RoPE
-    new_v: tuple[Array, ...]
+    new_k: PyTree  # per layer [B, K, T, h], after RoPE; native stack: one array [L, B, K, T, h]
+    new_v: PyTree
     taps: Array | None  # [B, T, n, H], outputs of the tapped layers, before the final norm
 
 
@@ -190,6 +196,7 @@ def forward_block(
     lengths: Array,
     mask: Array,
     *,
+    counts: Array | None = None,
     taps: tuple[int, ...] = (),
     numerics: Numerics = FAST,
 ) -> BlockOut:
@@ -202,10 +209,37 @@ def forward_block(
         cache_k, cache_v: per layer [B, K, S, h]; read only.
         lengths: [B] int32, live keys per sequence; every row sees all of them.
         mask: [B, T, T] bool, which rows a row sees (itself always; for trees: its ancestors).
+        counts: [B] int32, rows of each sequence that are needed; None: all. The native stack
+            computes no others (they are zero), XLA computes all.
         taps: layer indices whose output is returned.
         numerics: fast or bitwise form.
     """
     x = embed_tokens(params, tokens)
+    if numerics.stack:
+        inv_freq, rope_scale = inverse_frequencies(cfg.rope, cfg.head_dim)
+        out = stack.decoder_stack(
+            [_stack_layer(layer) for layer in params["layers"]],
+            stack.Geometry(
+                heads=cfg.num_heads,
+                kv_heads=cfg.num_kv_heads,
+                dim=cfg.head_dim,
+                eps=cfg.rms_eps,
+                scale=cfg.head_dim**-0.5,
+                rope_scale=rope_scale,
+            ),
+            x,
+            positions,
+            jnp.asarray(inv_freq),
+            cache_k,
+            cache_v,
+            lengths,
+            jnp.full(lengths.shape, tokens.shape[1], jnp.int32) if counts is None else counts,
+            mask,
+            final_norm=params["final_norm"],
+            taps=taps,
+            implementation="cpu",
+        )
+        return BlockOut(out.hidden, out.new_k, out.new_v, out.taps if taps else None)
     cos, sin = (t[:, None] for t in rope_tables(cfg.rope, cfg.head_dim, positions))
     new_k, new_v, tapped = [], [], {}
     for i, layer in enumerate(params["layers"]):
@@ -229,6 +263,33 @@ def forward_block(
     hidden = rms_norm(x, params["final_norm"], cfg.rms_eps, ordered=numerics.bitwise)
     stacked = jnp.stack([tapped[i] for i in taps], 2) if taps else None
     return BlockOut(hidden, tuple(new_k), tuple(new_v), stacked)
+
+
+def takes_stack(params: Params, cfg: ModelConfig) -> bool:
+    """Whether the native kernel runs all layers of these parameters as one op."""
+    dense = not any(cfg.is_moe_layer(i) for i in range(cfg.num_layers))
+    return dense and all(
+        isinstance(layer["qkv"], rim.PackedWeight) and stack.supported(_stack_layer(layer))
+        for layer in params["layers"]
+    )
+
+
+def _stack_layer(p: PyTree) -> stack.StackLayer:
+    bias = p.get("qkv_bias")
+    return stack.StackLayer(
+        attn_norm=p["attn_norm"],
+        mlp_norm=p["mlp_norm"],
+        qkv=(p["qkv"],),
+        o=p["o"],
+        gate_up=p["gate_up"],
+        down=p["down"],
+        q_norm=p.get("q_norm"),
+        k_norm=p.get("k_norm"),
+        qkv_bias=None if bias is None else (bias,),
+        o_bias=p.get("o_bias"),
+        gate_up_bias=p.get("gate_up_bias"),
+        down_bias=p.get("down_bias"),
+    )
 
 
 # Under jit so that a program traces and lowers one layer, not all of them; XLA inlines the calls.

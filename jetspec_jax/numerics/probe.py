@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetspec_jax.cache import KVCache, after, alloc, append
+from jetspec_jax.cache import KVCache, after, alloc, commit
 from jetspec_jax.models.decoder import forward_block, head_logits
 from jetspec_jax.plan import RoundPlan
 from jetspec_jax.typing import Array, Params
@@ -54,7 +54,7 @@ def _forward(
     positions: Array,
     mask: Array,
 ) -> tuple[Array, KVCache]:
-    """Logits [N, V] and the cache with all N rows appended; padded as rounds pad."""
+    """Logits [N, V] and the cache with the rows written behind it; padded as rounds pad."""
     nodes = tokens.shape[1]
     rows = max(nodes, plan.pad_rows)
     more = rows - nodes
@@ -70,12 +70,7 @@ def _forward(
         wide,
         numerics=plan.numerics,
     )
-    kept = append(
-        cache,
-        tuple(k[:, :, :nodes] for k in out.new_k),
-        tuple(v[:, :, :nodes] for v in out.new_v),
-        after(length, out.hidden),
-    )
+    kept = commit(cache, out.new_k, out.new_v, after(length, out.hidden))
     return head_logits(params, out.hidden)[0, :nodes], kept
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetspec_jax.cache import alloc, append, gather_rows
+from jetspec_jax.cache import alloc, commit, gather_rows
 from jetspec_jax.cache.kv import after
 from jetspec_jax.config import SpecConfig
 from tests.doubles import PLAIN, PROMPTS, engine, greedy, oracle
@@ -23,11 +23,11 @@ def rows(seed, batch, count):
 
 
 @pytest.mark.parametrize("batch", [1, 3, 9])  # 9: the form for large batches
-def test_append_writes_its_slots_only(batch):
+def test_commit_writes_its_slots_only(batch):
     cache = alloc(2, batch, HEADS, SIZE, WIDTH, jnp.float32)
     start = jnp.asarray([(5 * b) % (SIZE - 3) for b in range(batch)], jnp.int32)
     k, v = rows(0, batch, 3), rows(1, batch, 3)
-    new = jax.jit(append)(cache, k, v, start)
+    new = jax.jit(commit)(cache, k, v, start)
     for got, given in ((new.k, k), (new.v, v)):
         for layer in range(2):
             for b in range(batch):
@@ -36,9 +36,9 @@ def test_append_writes_its_slots_only(batch):
                 np.testing.assert_array_equal(got[layer][b], expected)
 
 
-def test_append_keeps_the_cache_dtype():
+def test_commit_keeps_the_cache_dtype():
     cache = alloc(2, 1, HEADS, SIZE, WIDTH, jnp.bfloat16)
-    new = append(cache, rows(0, 1, 2), rows(1, 1, 2), jnp.zeros((1,), jnp.int32))
+    new = commit(cache, rows(0, 1, 2), rows(1, 1, 2), jnp.zeros((1,), jnp.int32))
     assert {x.dtype for x in (*new.k, *new.v)} == {jnp.dtype(jnp.bfloat16)}
     assert (new.allocated, new.nbytes) == (SIZE, 4 * HEADS * SIZE * WIDTH * 2)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax import EngineConfig, SamplingParams
-from jetspec_jax.cache import alloc, append
+from jetspec_jax.cache import alloc, commit
 from jetspec_jax.models.decoder import forward_block, head_logits
 from jetspec_jax.numerics import fold_attention, online_attention, ordered_sum
 from jetspec_jax.testing import scripted, tiny_llm
@@ -112,7 +112,7 @@ def test_logits_of_a_path_inside_a_tree(kernels, dtype):
             logits, k, v = run(ids, positions, cache, length, mask)
             out.append(np.asarray(logits[0, 0]))
             one = lambda xs: tuple(x[:, :, :1] for x in xs)
-            cache = append(cache, one(k), one(v), length)
+            cache = commit(cache, one(k), one(v), length)
         return out, cache
 
     _, cache = one_by_one(prefix, 0, cache)
