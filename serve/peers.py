@@ -38,7 +38,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.config import EngineConfig, SamplingParams, SpecConfig
+from jetspec_jax.config import WEIGHTS, EngineConfig, SamplingParams, SpecConfig
 from jetspec_jax.errors import ConfigError, InputError
 from jetspec_jax.stats import SpecStats, pooled
 from serve import cli
@@ -47,7 +47,6 @@ CONTEXT = 2_048  # tokens, prompt and answer together, for everyone
 PAUSE_S = 0.05  # between turns: a thread pool spins for a while after its last job
 WARM_TOKENS = 8
 BUSY = 0.5  # load average from which a comparison is not fair
-WEIGHTS = ("stored", "float32")
 MODES = {"plain": SpecConfig(mode="off"), "speculative": None}
 OURS = tuple(f"{weights}_{mode}" for weights in WEIGHTS for mode in MODES)
 Q4_1, F32, TORCH = "llama_cpp_q4_1", "llama_cpp_f32", "transformers"
@@ -67,7 +66,8 @@ A peer whose interpreter is not given is left out.
 
 known crash: llama.cpp compiled by gcc 12 for a CPU with AMX ends by SIGILL (the compiler drops the
 tile configuration as a dead store). Compile it with:
-  CMAKE_ARGS=-DCMAKE_CXX_FLAGS=-fno-dse /tmp/llama/bin/pip install --no-cache-dir llama-cpp-python"""
+  export CMAKE_ARGS=-DCMAKE_CXX_FLAGS=-fno-dse
+  /tmp/llama/bin/pip install --no-cache-dir llama-cpp-python"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,10 +239,8 @@ def start_ours() -> dict[str, Any]:
     import jetspec_jax  # seconds of imports
 
     engines: dict[str, Any] = {}
-    known = any(field.name == "weights" for field in dataclasses.fields(EngineConfig))
-    for weights in WEIGHTS if known else WEIGHTS[1:]:
-        choice = {"weights": weights} if known else {}
-        engine = EngineConfig.from_mapping(choice | {"capacity": CONTEXT})
+    for weights in WEIGHTS:
+        engine = EngineConfig(weights=weights, capacity=CONTEXT)
         engines[weights] = jetspec_jax.LLM(engine=engine, progress=cli.say)
         with cli.phase(f"compiling, weights {weights}"):
             for spec in MODES.values():

@@ -25,7 +25,6 @@ from tests.weights.files import write_gguf
 
 Fake = type[FakeLLM]
 ARGS = ("--limit", "3", "--max-tokens", "20", "--turns", "2")
-ENGINES = 2 if "weights" in peers.EngineConfig.__dataclass_fields__ else 1
 
 # What peer_llama's script uses of llama-cpp-python. It writes ANSWER, whatever it is asked.
 FAKE_LLAMA = """
@@ -250,7 +249,8 @@ def test_last_line(ready: Fake, python: str, run: RunCommand) -> None:
     assert last["vs_llama_cpp_f32"]["speculative"] == pytest.approx(
         2 * last["vs_llama_cpp_f32"]["plain"], abs=0.01
     )
-    assert last["vs_own_plain"]["float32"] == 2.0 and last["tau"]["float32"] == 4.0
+    assert last["vs_own_plain"] == {"stored": 2.0, "float32": 2.0}
+    assert last["tau"] == {"stored": 4.0, "float32": 4.0}
     assert last["plain_of_bandwidth_limit"]["float32"] == 0.5 and last["bandwidth_gb_s"] == 1.0
     for key in ("hardware", "threads", "versions", "dtype", "batch", "method", "command", "suite"):
         assert last[key] not in (None, ""), key
@@ -258,7 +258,7 @@ def test_last_line(ready: Fake, python: str, run: RunCommand) -> None:
     assert "side by side" in got.err and "llama.cpp, Q4_1 file" in got.err
     assert "skipped" not in got.err
     # every engine: a warm-up, then a plain and a speculative run per turn
-    assert len(ready.made) == ENGINES
+    assert [llm.engine.weights for llm in ready.made] == list(peers.WEIGHTS)
     for llm in ready.made:
         assert sorted(llm.calls) == ["plain"] * 7 + ["spec"] * 7
 
