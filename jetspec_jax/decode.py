@@ -85,7 +85,7 @@ def prefill(plan: RoundPlan, params: EngineParams, state: DecodeState) -> Decode
         start = after(cached, out.hidden)
         cache = commit(cache, out.new_k, out.new_v, start, counts=counts)
         if context is not None:
-            context = extend_context(plan, params, context, out.taps, positions, cached, counts)
+            context = extend_context(plan, params, context, out.taps, cached, counts)
         return jnp.minimum(cached + rows, target_end), cache, context
 
     carry = (state.cached, state.cache, state.context)
@@ -113,7 +113,7 @@ class _Verified:
     walk: _Walk
     new_k: PyTree  # rows for `cache.commit`: of the path (XLA), or of all nodes (native stack)
     new_v: PyTree
-    taps: Array | None  # [B, P, n, H]
+    taps: Array | None  # [B, P or N, n, H], the same rows
 
 
 def _pad_rows(x: Array, rows: int, value: int | float | bool) -> Array:
@@ -156,10 +156,6 @@ def _walk_logits(
     )
 
 
-def _taps_of(taps: Array | None, path: Array) -> Array | None:
-    return None if taps is None else jnp.take_along_axis(taps, path[:, :, None, None], axis=1)
-
-
 def verify(
     plan: RoundPlan, params: EngineParams, state: DecodeState, tree: Tree, nodes: int
 ) -> _Verified:
@@ -196,7 +192,9 @@ def verify(
         walk,
         gather_rows(out.new_k, walk.path),
         gather_rows(out.new_v, walk.path),
-        _taps_of(out.taps, walk.path),
+        None
+        if out.taps is None
+        else jnp.take_along_axis(out.taps, walk.path[:, :, None, None], axis=1),
     )
 
 
@@ -239,7 +237,7 @@ def verify_ragged(
     else:
         head = lm_head_weight(params.target)
         walk = _walk(plan, tree, verify_head(out.hidden, head, counts, implementation="cpu").ids)
-    return _Verified(walk, out.new_k, out.new_v, _taps_of(out.taps, walk.path))
+    return _Verified(walk, out.new_k, out.new_v, out.taps)
 
 
 def spec_round(
@@ -288,8 +286,7 @@ def spec_round(
     cache = commit(state.cache, done.new_k, done.new_v, tail, path=path, counts=count)
     context = state.context
     if context is not None:
-        positions = state.cached[:, None] + lax.iota(jnp.int32, plan.path_rows)[None]
-        context = extend_context(plan, params, context, done.taps, positions, state.cached, count)
+        context = extend_context(plan, params, context, done.taps, state.cached, count, path)
 
     is_drafted = lax.iota(jnp.int32, plan.path_rows)[None] < walk.accepted[:, None]
     counters = _count(state.counters, tree, walk, active, index, budget, draft_now)

@@ -25,27 +25,40 @@ from jetspec_jax.tree import (
     merge,
 )
 from jetspec_jax.tree.topology import padded_root
-from jetspec_jax.typing import Array, PyTree
+from jetspec_jax.typing import Array
 
 
 def extend_context(
     plan: RoundPlan,
     params: EngineParams,
     context: KVCache,
-    taps: PyTree,
-    positions: Array,
+    taps: Array,
     start: Array,
     counts: Array,
+    path: Array | None = None,
 ) -> KVCache:
-    """Drafter context of newly committed rows: fuse the taps [B, T, n, H], project, write the first
-    `counts` [B] at `start` [B].
+    """Drafter context of newly committed rows: fuse, project, write at the tail.
 
     Only new rows are projected; the published fast path recomputes the whole context every round.
+
+    Args:
+        plan, params: of the round.
+        context: the cache.
+        taps: [B, T, n, H] tapped states.
+        start: [B] int32, slot and position of the first row.
+        counts: [B] int32, rows that are committed.
+        path: [B, P] int32, which rows of `taps`, in order; None: as they are.
     """
-    ctx = drafter.fuse(params.draft, plan.head_config, taps)
-    k, v = zip(*drafter.context_kv(params.draft, plan.head_config, ctx, positions), strict=True)
-    if plan.numerics.stack:
-        return commit(context, jnp.stack(k), jnp.stack(v), start, counts=counts)
+    head, rows = plan.head_config, taps.shape[1]
+    if plan.numerics.head:
+        if path is None:
+            path = jnp.broadcast_to(lax.iota(jnp.int32, rows)[None], taps.shape[:2])
+        return drafter.extend(params.draft, head, context, taps, path, start, counts)
+    if path is not None:
+        taps = jnp.take_along_axis(taps, path[:, :, None, None], axis=1)
+    positions = start[:, None] + lax.iota(jnp.int32, taps.shape[1])[None]
+    ctx = drafter.fuse(params.draft, head, taps)
+    k, v = zip(*drafter.context_kv(params.draft, head, ctx, positions), strict=True)
     return commit(context, k, v, start)
 
 
@@ -122,6 +135,24 @@ def _head_candidates(
     head = plan.head_config
     block = drafter.block_inputs(head, anchor[:, None], state.cached[:, None])
     embeds = embed_tokens(params.target, block.tokens)
+    if plan.numerics.head:
+        shape = (anchor.shape[0], plan.depth, head.head_vocab_size)
+        return drafter.block_candidates(
+            params.draft,
+            head,
+            params.draft_lm,
+            params.draft_ids,
+            embeds[:, 0],
+            block.positions[:, 0],
+            anchor,
+            state.context,
+            state.cached,
+            state.speculate & (state.status == RUNNING),
+            depth=plan.depth,
+            width=plan.spec.width,
+            temperature=state.sampling.temperature if plan.sampled else None,
+            noise=_target_noise(plan, params, state, shape) if plan.sampled else None,
+        )
     hidden = drafter.draft_block(
         params.draft,
         head,

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jetspec_jax import costs
+from jetspec_jax import costs, drafter
 from jetspec_jax.cache import KVCache, alloc
 from jetspec_jax.config import (
     SCRIPTED,
@@ -122,6 +122,11 @@ class LLM:
         self.tokenizer = target.tokenizer
         native = target.kernels == "cpu"
         self._stack = native and takes_stack(target.params, target.config)
+        self._native_head = (
+            self._stack
+            and head is not None
+            and drafter.takes_native(head.params, head.config, head.lm_rows)
+        )
         self.bitwise = native if engine.numerics is None else engine.numerics == "bitwise"
         self.model_config: ModelConfig = target.config
         self.draft_config: DraftConfig | None = head.config if head is not None else None
@@ -143,19 +148,19 @@ class LLM:
             ConfigError: a head that is not loaded, or settings that contradict each other.
         """
         head = self.draft_config
-        drafter = spec.drafter or ("hybrid" if head is not None else "lookup")
+        kind = spec.drafter or ("hybrid" if head is not None else "lookup")
         if spec.mode == "off":
-            drafter = "none"
-        if drafter in ("head", "hybrid") and head is None:
+            kind = "none"
+        if kind in ("head", "hybrid") and head is None:
             raise ConfigError(
-                f"drafter {drafter!r} needs a draft head and none is loaded; give --draft DIR or"
+                f"drafter {kind!r} needs a draft head and none is loaded; give --draft DIR or"
                 " --drafter lookup"
             )
         if spec.mode == "chain" and spec.builder not in ("exact", "chain"):
             raise ConfigError(
                 f"mode 'chain' and builder {spec.builder!r} contradict each other; drop one of them"
             )
-        if drafter == SCRIPTED and self.script is None:
+        if kind == SCRIPTED and self.script is None:
             raise ConfigError(
                 "drafter 'scripted' is a test double; choose head, lookup, hybrid or none"
             )
@@ -163,10 +168,10 @@ class LLM:
             raise ConfigError(
                 f"depth={spec.depth} is more than a round can write; give at most {_SLACK - 1}"
             )
-        if head is None or drafter not in ("head", "hybrid"):
+        if head is None or kind not in ("head", "hybrid"):
             return dataclasses.replace(
                 spec,
-                drafter=drafter,
+                drafter=kind,
                 depth=spec.depth or LOOKUP_DEPTH,
                 builder="chain" if spec.mode == "chain" else spec.builder,
             )
@@ -178,7 +183,7 @@ class LLM:
             )
         return dataclasses.replace(
             spec,
-            drafter=drafter,
+            drafter=kind,
             depth=depth,
             width=min(spec.width, head.head_vocab_size),
             builder="chain" if spec.mode == "chain" else spec.builder,
@@ -218,6 +223,7 @@ class LLM:
                 bitwise=bitwise,
                 native=native,
                 stack=self._stack,
+                head=self._native_head,
                 attention_chunk=self.engine.attention_chunk,
             ),
             sampled=any(s.temperature > 0 for s in sampling),

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -213,6 +214,15 @@ inline int worker_limit(ffi::ThreadPool& pool, int threads) {
   return std::max(1, threads > 0 ? std::min(limit, threads) : limit);
 }
 
+// Built with -DJETSPEC_PROFILE (serve.roofline): the calling thread notes the seconds of each phase, waiting included, in
+// profile_into[phase] where that is set.
+#if defined(JETSPEC_PROFILE)
+inline thread_local double* profile_into = nullptr;
+inline double profile_now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+#endif
+
 // Runs body(phase, begin, end) over [0, totals[phase]) for one phase after the other, on the calling thread and up to
 // `workers - 1` threads of XLA's pool. A phase begins when all work of the one before is done, so it sees its results.
 // The caller takes work from the start, so a pool thread that wakes late (or never: all may be busy) costs nothing; it
@@ -238,8 +248,11 @@ void run_phases(ffi::ThreadPool& pool, std::vector<int> totals, int workers, con
     const Body* body;
     alignas(64) std::atomic<int> references;
 
-    void work() {
+    void work([[maybe_unused]] bool caller) {
       FloatEnv env;
+#if defined(JETSPEC_PROFILE)
+      double before = profile_now();
+#endif
       for (size_t phase = 0; phase < totals.size(); ++phase) {
         Counter& counter = counters[phase];
         const int total = totals[phase];
@@ -259,6 +272,13 @@ void run_phases(ffi::ThreadPool& pool, std::vector<int> totals, int workers, con
             std::this_thread::yield();
           }
         }
+#if defined(JETSPEC_PROFILE)
+        if (caller && profile_into != nullptr) {
+          const double now = profile_now();
+          profile_into[phase] = now - before;
+          before = now;
+        }
+#endif
       }
     }
     void release() {
@@ -273,11 +293,11 @@ void run_phases(ffi::ThreadPool& pool, std::vector<int> totals, int workers, con
   shared->references.store(workers, std::memory_order_relaxed);
   for (int i = 1; i < workers; ++i) {
     pool.Schedule([shared] {
-      shared->work();
+      shared->work(false);
       shared->release();
     });
   }
-  shared->work();
+  shared->work(true);
   shared->release();
 }
 

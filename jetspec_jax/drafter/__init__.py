@@ -12,11 +12,13 @@ from jetspec_jax.drafter.checkpoint import (
 )
 from jetspec_jax.drafter.head import context_kv, declare, draft_block, draft_scores, fuse
 from jetspec_jax.drafter.inputs import BlockInputs, block_inputs, depth_slots
+from jetspec_jax.drafter.native import block_candidates, extend, takes_native
 from jetspec_jax.drafter.path import conditional_logits, path_correction
 
 __all__ = [
     "BlockInputs",
     "DraftHead",
+    "block_candidates",
     "block_inputs",
     "candidates",
     "check_target",
@@ -27,9 +29,11 @@ __all__ = [
     "depth_slots",
     "draft_block",
     "draft_scores",
+    "extend",
     "fuse",
     "load_draft",
     "path_correction",
     "read_draft_config",
     "save_draft",
+    "takes_native",
 ]

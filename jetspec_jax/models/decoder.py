@@ -1,9 +1,9 @@
 """One dense decoder for Llama, Qwen2, Qwen3 and Qwen3-MoE targets, as pure functions over declared
 weights.
 
-The native CPU kernels take all dense layers as one op (`pallas_kernels.decoder_stack`). In XLA layers
-are unrolled: `lax.scan` over stacked weights copies every layer on CPU (2 to 3.5 times slower,
-measured).
+The native CPU kernels take all dense layers as one op (`pallas_kernels.decoder_stack`). In XLA
+layers are unrolled: `lax.scan` over stacked weights copies every layer on CPU (2 to 3.5 times
+slower, measured).
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ class Numerics:
         native: attention by the native CPU kernel, which is order-true in any case.
         stack: all layers by the native CPU kernel, where it takes them (`takes_stack`); rows are
             then ragged: a forward costs what its `counts` say.
+        head: the draft head by the native CPU kernels (`drafter.native`).
         attention_chunk: keys per loop turn of the XLA forms; cache capacities are multiples of it.
     """
 
     bitwise: bool = False
     native: bool = False
     stack: bool = False
+    head: bool = False
     attention_chunk: int = 256
 
     def attend(self, *operands: Array, scale: float) -> Array:

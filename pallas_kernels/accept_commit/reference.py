@@ -20,8 +20,6 @@ def accept_commit(
         written = (slots >= 0) & (slots < counts[:, None])
         step = jnp.clip(slots, 0, path.shape[1] - 1)
         index = jnp.take_along_axis(path, step, axis=1)[:, None, :, None]
-        return jnp.where(
-            written[:, None, :, None], jnp.take_along_axis(new, index, axis=2), cache
-        )
+        return jnp.where(written[:, None, :, None], jnp.take_along_axis(new, index, axis=2), cache)
 
     return tuple(one(cache, new) for cache, new in zip(caches, rows, strict=True))

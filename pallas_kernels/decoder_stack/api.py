@@ -245,5 +245,3 @@ def _check(
     wrong = [t for t in taps if not 0 <= t < len(layers)]
     if wrong:
         raise bad(f"taps {wrong} are no layers of {len(layers)}")
-
-

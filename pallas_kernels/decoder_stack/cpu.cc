@@ -5,12 +5,9 @@
 // threads are woken once a call and pass from step to step by a counter, and no intermediate leaves the caches.
 //
 // Ragged: sequence b has counts[b] rows, the others are not computed. All steps run on the packed rows of all sequences.
-//
-//   norm    16 partial sums of x * x (lane = index mod 16, FMA), folded by halves 8, 4, 2, 1; / n; y = x * (1 / sqrt(mean + eps)) * w
-//   rope    angle = position * inv_freq in fp32; cos and sin in fp64, rounded; * rope_scale; halves rotated
 #include <string>
 
-#include "cpu_common.h"
+#include "cpu_math.h"
 #include "row_invariant_matmul/kernel.h"
 #include "tree_attention/kernel.h"
 
@@ -45,34 +42,6 @@ struct Stack {
 
 enum Step { kNormIn, kProject, kRotate, kAttend, kOutput, kNormMlp, kGate, kDown, kSteps };
 
-inline void rms_norm(const float* x, const float* weight, int n, float eps, float* y) {
-  float lane[16] = {};
-  int i = 0;
-  for (; i + 16 <= n; i += 16)
-    for (int l = 0; l < 16; ++l) lane[l] = __builtin_fmaf(x[i + l], x[i + l], lane[l]);
-  for (int l = 0; i + l < n; ++l) lane[l] = __builtin_fmaf(x[i + l], x[i + l], lane[l]);
-  for (int half = 8; half > 0; half /= 2)
-    for (int l = 0; l < half; ++l) lane[l] = lane[l] + lane[l + half];
-  const float r = 1.0f / __builtin_sqrtf(lane[0] / static_cast<float>(n) + eps);
-  for (int j = 0; j < n; ++j) y[j] = x[j] * r * weight[j];
-}
-
-// Rotates the halves of one head, normed first where the model does that.
-inline void rotate(const float* from, const float* norm, const float* cosine, const float* sine, int dim, float eps,
-                   float* to) {
-  float normed[1024];
-  if (norm) {
-    rms_norm(from, norm, dim, eps, normed);
-    from = normed;
-  }
-  const int half = dim / 2;
-  for (int i = 0; i < half; ++i) {
-    const float a = from[i], b = from[half + i];
-    to[i] = a * cosine[i] - b * sine[i];
-    to[half + i] = b * cosine[i] + a * sine[i];
-  }
-}
-
 size_t kv_row(const Stack& s, size_t layer, int b, int head, int t) {
   return (((layer * s.batch + b) * s.kv_heads + head) * s.rows + t) * s.dim;
 }
@@ -83,12 +52,8 @@ void begin_task(const Stack& s, int task) {
     const auto [b, t] = s.origin[task];
     const size_t row = static_cast<size_t>(b) * s.rows + t;
     std::memcpy(s.hidden + static_cast<size_t>(task) * s.width, s.x + row * s.width, s.width * sizeof(float));
-    const int half = s.dim / 2;
-    for (int i = 0; i < half; ++i) {
-      const double angle = static_cast<float>(s.positions[row]) * s.inv_freq[i];
-      s.cosine[static_cast<size_t>(task) * half + i] = static_cast<float>(std::cos(angle)) * s.rope_scale;
-      s.sine[static_cast<size_t>(task) * half + i] = static_cast<float>(std::sin(angle)) * s.rope_scale;
-    }
+    const size_t at = static_cast<size_t>(task) * (s.dim / 2);
+    rope_angles(s.positions[row], s.inv_freq, s.dim / 2, s.rope_scale, s.cosine + at, s.sine + at);
     return;
   }
   const int b = task - s.total, used = s.counts[b];
@@ -148,6 +113,10 @@ AttentionJob<float> attention_job(const Stack& s, int index) {
   return job;
 }
 
+#if defined(JETSPEC_PROFILE)
+double step_seconds[kSteps + 2];  // the steps of all layers, begin, final norm; summed over calls
+#endif
+
 void run(ffi::ThreadPool& pool, Stack& s, int workers) {
   const int layers = static_cast<int>(s.layers.size());
   AttentionJob<float> plan = attention_job(s, 0);
@@ -162,6 +131,10 @@ void run(ffi::ThreadPool& pool, Stack& s, int workers) {
   }
   totals.push_back(s.total);  // the final norm
 
+#if defined(JETSPEC_PROFILE)
+  std::vector<double> seconds(totals.size());
+  profile_into = seconds.data();
+#endif
   run_phases(pool, std::move(totals), workers, [&s, &plan, layers](int phase, int begin, int end) {
     if (phase == 0) {
       for (int i = begin; i < end; ++i) begin_task(s, i);
@@ -223,52 +196,11 @@ void run(ffi::ThreadPool& pool, Stack& s, int workers) {
         break;
     }
   });
-}
-
-// Operands of a call, taken one by one; `bad` once one is missing or of the wrong size.
-class Operands {
- public:
-  explicit Operands(ffi::RemainingArgs args) : args_(args) {}
-
-  const float* floats(size_t count) {
-    const auto buffer = args_.get<ffi::Buffer<ffi::F32>>(next_++);
-    if (buffer.has_value() && buffer->element_count() == count) return buffer->typed_data();
-    fail();
-    return nullptr;
-  }
-  const uint8_t* packed(int64_t format, size_t depth, size_t outputs) {
-    const auto buffer = args_.get<ffi::AnyBuffer>(next_++);
-    if (buffer.has_value() && depth > 0 && buffer->size_bytes() == matmul_weight_bytes(format, depth, outputs))
-      return static_cast<const uint8_t*>(buffer->untyped_data());
-    fail();
-    return nullptr;
-  }
-  size_t bad() const { return bad_; }
-  size_t taken() const { return next_; }
-
- private:
-  void fail() {
-    if (bad_ == 0) bad_ = next_;
-  }
-  ffi::RemainingArgs args_;
-  size_t next_ = 0, bad_ = 0;
-};
-
-// Work memory of the calling thread; grows and never shrinks.
-float* scratch(size_t floats) {
-  struct Memory {
-    float* data = nullptr;
-    size_t size = 0;
-    ~Memory() { std::free(data); }
-  };
-  static thread_local Memory memory;
-  if (floats > memory.size) {
-    std::free(memory.data);
-    memory.size = (floats + 4095) / 4096 * 4096;
-    memory.data = static_cast<float*>(std::aligned_alloc(64, memory.size * sizeof(float)));
-    if (memory.data == nullptr) std::abort();
-  }
-  return memory.data;
+#if defined(JETSPEC_PROFILE)
+  profile_into = nullptr;
+  for (size_t i = 0; i < seconds.size(); ++i)
+    step_seconds[i == 0 ? kSteps : i + 1 == seconds.size() ? kSteps + 1 : (i - 1) % kSteps] += seconds[i];
+#endif
 }
 
 ffi::Error decoder_stack(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> positions,
@@ -304,7 +236,7 @@ ffi::Error decoder_stack(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buf
   const size_t cache = static_cast<size_t>(s.batch) * kv_heads * capacity * dim;
   int64_t outputs = 0;
   for (int64_t n : segments) outputs += n;
-  if (s.segments < 1 || s.segments > kMaxSegments || outputs != s.qkv_width || dim < 2 || dim > 1024 || dim % 2 != 0 ||
+  if (s.segments < 1 || s.segments > kMaxSegments || outputs != s.qkv_width || dim < 2 || dim > kMaxHeadDim || dim % 2 != 0 ||
       kv_heads < 1 || heads % kv_heads != 0 || ffn % kPanel != 0 || layers < 1 ||
       static_cast<int64_t>(formats.size()) != layers * (s.segments + 3))
     return bad("geometry that the kernel does not take");
@@ -344,24 +276,21 @@ ffi::Error decoder_stack(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buf
   }
 
   const size_t m = s.total;
-  const auto aligned = [](size_t floats) { return (floats + 15) / 16 * 16; };
-  const size_t sizes[] = {m * s.width, m * s.width, m * s.qkv_width, m * s.q_width, m * s.q_width,
-                          m * s.ffn,   m * dim / 2, m * dim / 2};
-  size_t all = 0;
-  for (size_t size : sizes) all += aligned(size);
-  float* memory = scratch(all);
-  float** const buffers[] = {&s.hidden, &s.normed, &s.qkv, &s.q, &s.attended, &s.act, &s.cosine, &s.sine};
-  for (size_t i = 0; i < 8; ++i) {
-    *buffers[i] = memory;
-    memory += aligned(sizes[i]);
-  }
+  carve({{&s.hidden, m * s.width},
+         {&s.normed, m * s.width},
+         {&s.qkv, m * s.qkv_width},
+         {&s.q, m * s.q_width},
+         {&s.attended, m * s.q_width},
+         {&s.act, m * s.ffn},
+         {&s.cosine, m * dim / 2},
+         {&s.sine, m * dim / 2}});
 
   Operands operands(more);
   if (final_norm) s.final_norm = operands.floats(s.width);
   const int64_t* format = formats.begin();
   const auto matmul = [&](const float* from, size_t depth, size_t n, bool bias, float* to, size_t stride, bool gated,
                           const float* residual) {
-    MatmulJob job{from, operands.packed(*format, depth, n), to, nullptr, residual, s.total, static_cast<int>(depth),
+    MatmulJob job{from, operands.bytes(matmul_weight_bytes(*format, depth, n)), to, nullptr, residual, s.total, static_cast<int>(depth),
                   static_cast<int>(n), static_cast<int>(*format), gated, stride};
     ++format;
     if (bias) job.bias = operands.floats(n);
@@ -384,9 +313,9 @@ ffi::Error decoder_stack(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buf
     layer.cache_k = operands.floats(cache);
     layer.cache_v = operands.floats(cache);
   }
-  if (operands.bad() != 0 || operands.taken() != more.size())
-    return bad("operand " + std::to_string(operands.bad()) + " of the layers does not fit (" +
-               std::to_string(more.size()) + " given, " + std::to_string(operands.taken()) + " wanted)");
+  if (operands.bad() != 0)
+    return bad("operand " + std::to_string(operands.bad()) + " of " + std::to_string(more.size()) +
+               " of the layers is missing, too many or does not fit");
 
   const double per_row = static_cast<double>(s.width) * (s.qkv_width + s.q_width + 3.0 * s.ffn);
   const double work = layers * (m * per_row + 2.0 * keys * s.q_width);
@@ -431,3 +360,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DecoderStack, jetspec::decoder_stack,
                                   .Attr<xla::ffi::Span<const int64_t>>("formats")
                                   .Attr<xla::ffi::Span<const int64_t>>("taps")
                                   .Attr<int64_t>("threads"));
+
+#if defined(JETSPEC_PROFILE)
+// Seconds by step since the last call (norm, qkv, rotate, attention, o, norm, gate_up, down, begin, final norm), then
+// cleared.
+extern "C" void DecoderStackProfile(double* to) {
+  for (double& seconds : jetspec::step_seconds) {
+    *to++ = seconds;
+    seconds = 0;
+  }
+}
+#endif

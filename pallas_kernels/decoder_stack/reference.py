@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -131,8 +131,8 @@ def row_exact(
     position: int,
     inv_freq: np.ndarray,
     past: list[tuple[np.ndarray, np.ndarray]],
-    silu: object,
-    exp: object,
+    silu: Callable[[np.ndarray], np.ndarray],
+    exp: Callable[[np.ndarray], np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """One row through one layer, sequentially.
 
@@ -146,10 +146,8 @@ def row_exact(
     Returns:
       (x, k [K, h], v [K, h]).
     """
-    call_silu, call_exp = silu, exp
-    assert callable(call_silu) and callable(call_exp)
 
-    def linear(h: np.ndarray, name: str, bias: np.ndarray | None) -> np.ndarray:
+    def linear(h: np.ndarray, name: str, bias: object) -> np.ndarray:
         y = matmul_sequential(h[None], weights[name])[0]
         return y if bias is None else y + np.asarray(bias)
 
@@ -176,7 +174,7 @@ def row_exact(
     for head in range(geometry.heads):
         own = head // (geometry.heads // geometry.kv_heads)
         score = lane_dot(q[head], keys[:, own]) * np.float32(geometry.scale)
-        p = call_exp(score - score.max())
+        p = exp(score - score.max())
         lanes = np.zeros(16, np.float32)
         for i, value in enumerate(p):
             lanes[i % 16] += value
@@ -187,5 +185,5 @@ def row_exact(
     x = linear(attended.reshape(-1), "o", layer.o_bias) + x
     h = norm_exact(x, np.asarray(layer.mlp_norm), geometry.eps)
     gate, up = np.split(linear(h, "gate_up", layer.gate_up_bias), 2)
-    x = linear(call_silu(gate) * up, "down", layer.down_bias) + x
+    x = linear(silu(gate) * up, "down", layer.down_bias) + x
     return x, k, v

@@ -15,7 +15,7 @@
 
 #include "tree_attention/kernel.h"
 
-#include "cpu_common.h"
+#include "cpu_math.h"
 
 namespace jetspec {
 namespace {
@@ -34,19 +34,6 @@ constexpr int kValueBlock = 64;            // keys whose values are shared by al
 constexpr size_t kScoreFloats = 96 << 10;  // scores kept per unit of work: 384 KB, a part of L2
 constexpr int kSplitRows = 12;             // fewer rows per unit than this do not pay for reading K and V again
 constexpr double kSerialCost = 24e3;       // estimated cycles up to which the calling thread works alone
-
-typedef int32_t IVec __attribute__((vector_size(sizeof(Vec))));
-
-#if JETSPEC_FORM == 3
-inline Vec vmax(Vec a, Vec b) { return _mm512_max_ps(a, b); }
-#elif JETSPEC_FORM == 2
-inline Vec vmax(Vec a, Vec b) { return _mm256_max_ps(a, b); }
-#else
-inline Vec vmax(Vec a, Vec b) {
-  const IVec greater = a > b;
-  return (Vec)((greater & (IVec)a) | (~greater & (IVec)b));
-}
-#endif
 
 // ---- Elements ------------------------------------------------------------------------------------------------------
 struct Bf16 {
@@ -80,28 +67,6 @@ inline void narrow(float x, Bf16* y) {  // to nearest, ties to even; a NaN stays
   std::memcpy(&bits, &x, sizeof(bits));
   y->bits = x != x ? static_cast<uint16_t>((bits >> 16) | 0x40)
                    : static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
-}
-
-// ---- exp -----------------------------------------------------------------------------------------------------------
-// exp(x) for x <= 0: 2^n * e^r, n = round(x / ln 2), ln 2 in two pieces, e^r by a polynomial of degree 7 (Cephes expf);
-// at most 1 ulp from the exact value (tested). Zero below -87.33 (the result would be subnormal). NaN stays NaN.
-inline Vec exp_negative(Vec x) {
-  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
-  const Vec t = fma(x, splat(1.44269504088896341f), magic);
-  const Vec n = t - magic;
-  Vec r = fma(n, splat(-0.693359375f), x);
-  r = fma(n, splat(2.12194440054690581e-4f), r);
-  Vec y = splat(1.98756915e-4f);
-  y = fma(y, r, splat(1.39819995e-3f));
-  y = fma(y, r, splat(8.33345205e-3f));
-  y = fma(y, r, splat(4.16657962e-2f));
-  y = fma(y, r, splat(1.66666656e-1f));
-  y = fma(y, r, splat(0.5f));
-  y = fma(y, r * r, r) + splat(1.0f);
-  const IVec bias = (IVec)(Vec)splat(1.0f);  // bits of 2^0: 127 << 23
-  const Vec power = (Vec)(((IVec)t << 23) + bias);
-  const IVec tiny = x < splat(-87.33f);
-  return (Vec)((IVec)(y * power) & ~tiny);
 }
 
 // ---- 16 lanes ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,4 @@
+"""Name and limits of the op; cpu.cc has the same."""
+
+OP = "draft_head_topk"
+MAX_WIDTH = 64
