@@ -202,24 +202,28 @@ def start_peers(
     from serve.peer_worker import Worker
 
     workers: dict[str, Worker] = {}
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
 
     def enter(name: str, make: Callable[[], Worker]) -> None:
         with cli.phase(f"starting {name}"):
             workers[name] = stack.enter_context(make())
 
-    if args.llama_python is None:
-        _say_skipped("llama.cpp", peer_llama.FLAG)
-    else:
-        start = lambda path: peer_llama.start(args.llama_python, path, CONTEXT, threads)  # noqa: E731
-        bundled = bundled_model_path()
-        enter(Q4_1, lambda: start(bundled))
-        enter(F32, lambda: start(peer_llama.write_f32_gguf(bundled, folder / "f32.gguf")))
-    if args.torch_python is None:
-        _say_skipped("transformers", peer_torch.FLAG)
-    else:
-        peer_torch.write_reference(bundled_model_path(), folder / "hf")
-        enter(TORCH, lambda: peer_torch.start(args.torch_python, folder / "hf", threads))
+    def llama(path: Path) -> Worker:
+        return peer_llama.start(args.llama_python, path, CONTEXT, threads)
+
+    # A started peer has read or mapped its file: the folder (1 GB) can go before anything is timed.
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if args.llama_python is None:
+            _say_skipped("llama.cpp", peer_llama.FLAG)
+        else:
+            bundled = bundled_model_path()
+            enter(Q4_1, lambda: llama(bundled))
+            enter(F32, lambda: llama(peer_llama.write_f32_gguf(bundled, folder / "f32.gguf")))
+        if args.torch_python is None:
+            _say_skipped("transformers", peer_torch.FLAG)
+        else:
+            peer_torch.write_reference(bundled_model_path(), folder / "hf")
+            enter(TORCH, lambda: peer_torch.start(args.torch_python, folder / "hf", threads))
     return (
         {name: _theirs(worker) for name, worker in workers.items()},
         {name: worker.facts for name, worker in workers.items()},
