@@ -111,9 +111,8 @@ def weight_transform(
 def weight_formats(params: PyTree) -> dict[str, int]:
     """Bytes of parameters by format ("q4_1", "float32", ...), largest first."""
     sizes: dict[str, int] = {}
-    is_packed = lambda x: isinstance(x, rim.PackedWeight)  # noqa: E731
-    for leaf in jax.tree.leaves(params, is_leaf=is_packed):
-        name = leaf.format if is_packed(leaf) else leaf.dtype.name
+    for leaf in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, rim.PackedWeight)):
+        name = str(leaf.format if isinstance(leaf, rim.PackedWeight) else leaf.dtype)
         name = {"f32": "float32", "bf16": "bfloat16"}.get(name, name)
         sizes[name] = sizes.get(name, 0) + leaf.nbytes
     return dict(sorted(sizes.items(), key=lambda item: -item[1]))
@@ -151,13 +150,24 @@ def load_target(
     config = source.config()
     say(f"loading {config.name or source.path.name} from {source.path}")
     kernels = resolve_kernels(engine)
-    pack = Packer(engine.weights == "stored") if kernels == "cpu" else None
-    params = load_params(source, decoder.declare(config), jnp.dtype(engine.dtype), pack=pack)
-    _tell_formats(say, "weights", params, pack)
+    # before the weights: what it needs while it is built does not add to the peak
     gguf = isinstance(source, GGUFSource)
     tokenizer = tokenizer_from_gguf(source) if gguf else load_tokenizer(source.path)
+    pack = None
+    if kernels == "cpu":
+        pack = Packer(engine.weights == "stored", () if _widened_rows() else ("embed",))
+    params = load_params(source, decoder.declare(config), jnp.dtype(engine.dtype), pack=pack)
+    _tell_formats(say, "weights", params, pack)
     _return_memory()
     return Target(source.path, config, params, tokenizer, kernels, model is None)
+
+
+def _widened_rows() -> bool:
+    """Whether the decoder reads rows of a bfloat16 embedding as float32."""
+    table = jax.ShapeDtypeStruct((1, 1, 32), jnp.bfloat16)
+    embed = rim.PackedWeight(table, 32, 1, "bf16")  # type: ignore[arg-type]
+    ids = jax.ShapeDtypeStruct((1,), jnp.int32)
+    return jax.eval_shape(decoder.embed_tokens, {"embed": embed}, ids).dtype == jnp.float32
 
 
 def _tell_formats(

@@ -27,6 +27,7 @@ from jetspec_jax.config import (
     KERNELS,
     NUMERICS,
     SPEC_MODES,
+    WEIGHTS,
     EngineConfig,
     SamplingParams,
     SpecConfig,
@@ -83,6 +84,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "where it is free); fast: the default with XLA",
     )
     group.add_argument("--kernels", choices=KERNELS, help="matmul kernels (default: auto)")
+    group.add_argument(
+        "--weights",
+        choices=WEIGHTS,
+        help="projections in memory, same values and tokens: stored, as in the file wherever a "
+        "native kernel decodes it (default), or float32; with XLA always --dtype",
+    )
 
 
 def add_spec_flags(parser: argparse.ArgumentParser) -> None:
@@ -146,7 +153,7 @@ def spec_from_args(args: argparse.Namespace) -> SpecConfig:
 
 
 def engine_from_args(args: argparse.Namespace, **extra: Any) -> EngineConfig:
-    names = ("dtype", "capacity", "numerics", "kernels")
+    names = ("dtype", "capacity", "numerics", "kernels", "weights")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return EngineConfig.from_mapping(given | extra)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import ml_dtypes
@@ -20,7 +20,7 @@ from jetspec_jax.weights.load import aligned_empty
 from jetspec_jax.weights.source import RawTensor
 from pallas_kernels import native
 from pallas_kernels import row_invariant_matmul as rim
-from pallas_kernels.row_invariant_matmul import specs
+from pallas_kernels.row_invariant_matmul import reference, specs
 
 _SLICE = 1 << 18  # bytes repacked at once: stays in the cache
 _RELEASE = 8 << 20  # bytes of the file read between two releases of its pages
@@ -31,13 +31,15 @@ class Packer:
 
     Args:
         stored: keep the format of the file where there is a kernel for it; else float32 throughout.
+        float_tables: names of weights whose rows are read as they are and must be float32, so that
+            bfloat16 is no choice.
 
     Attributes:
         expanded: number of weights that `stored` could not keep, by reason.
     """
 
-    def __init__(self, stored: bool) -> None:
-        self.stored = stored
+    def __init__(self, stored: bool, float_tables: Collection[str] = ()) -> None:
+        self.stored, self.float_tables = stored, float_tables
         self.expanded: collections.Counter[str] = collections.Counter()
 
     def __call__(
@@ -51,9 +53,12 @@ class Packer:
             return None
         if self.stored and kinds != {"F32"}:
             reason = refusal(kinds)
+            if kinds == {"BF16"} and name in self.float_tables:
+                reason = "bfloat16, and read by row as float32"
             if reason is None:
                 try:
-                    return pack_parts(parts, stored=True)
+                    with np.errstate(over="ignore"):  # the refusal says it
+                        return pack_parts(parts, stored=True)
                 except native.KernelError:
                     # the one thing that depends on values: Q4_0 offsets, kept as float16
                     reason = f"{parts[0].kind} with a scale that is out of the kernel's range"
@@ -93,12 +98,13 @@ def pack_parts(parts: Sequence[RawTensor], *, stored: bool) -> rim.PackedWeight:
     count, columns = sum(len(part.blocks) for part in parts), parts[0].shape[1]
     row_bytes = parts[0].blocks.shape[1] if stored else 4 * columns
     step = max(1, _SLICE // (specs.PANEL * row_bytes)) * specs.PANEL  # whole panels
-    packed = _pack(_rows(parts, 0, step), stored)
-    shape = (specs.panels(count), *packed.data.shape[1:])
-    out = aligned_empty(shape, packed.data.dtype)
-    unreleased = 0
+    out, unreleased = None, 0
     for start in range(0, count, step):
-        data = packed.data if start == 0 else _pack(_rows(parts, start, start + step), stored).data
+        kind, rows = _rows(parts, start, start + step, stored)
+        quantised = kind in specs.GGUF_KINDS
+        data = reference.pack_gguf_array(rows, kind) if quantised else reference.pack_array(rows)
+        if out is None:
+            out = aligned_empty((specs.panels(count), *data.shape[1:]), data.dtype)
         at = start // specs.PANEL
         out[at : at + len(data)] = data
         unreleased += step * row_bytes
@@ -106,25 +112,24 @@ def pack_parts(parts: Sequence[RawTensor], *, stored: bool) -> rim.PackedWeight:
             unreleased = 0
             for part in parts:
                 part.release()
+    kind, rows = _rows(parts, 0, 1, stored)
+    one = rim.pack_gguf(rows, kind, "cpu") if kind in specs.GGUF_KINDS else rim.pack(rows, "cpu")
     # On CPU device_put adopts the aligned buffer.
-    return dataclasses.replace(packed, data=jax.device_put(out), n=count)
+    return dataclasses.replace(one, data=jax.device_put(out), n=count)
 
 
-def _rows(parts: Sequence[RawTensor], start: int, stop: int) -> list[tuple[str, np.ndarray]]:
-    """(kind, blocks) of the rows from `start` to `stop` of all parts under each other."""
+def _rows(
+    parts: Sequence[RawTensor], start: int, stop: int, stored: bool
+) -> tuple[str, np.ndarray]:
+    """Kind and rows, from `start` to `stop`, of all parts under each other: GGUF blocks, bfloat16
+    or float32 values.
+    """
     found, first = [], 0
     for part in parts:
         blocks = part.blocks[max(start - first, 0) : max(stop - first, 0)]
         if len(blocks):
-            found.append((part.kind, blocks))
+            found.append(blocks if stored else dequantize(blocks, part.kind))
         first += len(part.blocks)
-    return found
-
-
-def _pack(rows: Sequence[tuple[str, np.ndarray]], stored: bool) -> rim.PackedWeight:
-    kind = rows[0][0] if stored else "F32"
-    joined = [blocks if stored else dequantize(blocks, k) for k, blocks in rows]
-    blocks = joined[0] if len(joined) == 1 else np.concatenate(joined)
-    if kind in specs.GGUF_KINDS:
-        return rim.pack_gguf(blocks, kind, "cpu")
-    return rim.pack(blocks.view(ml_dtypes.bfloat16) if kind == "BF16" else blocks, "cpu")
+    rows = found[0] if len(found) == 1 else np.concatenate(found)
+    kind = parts[0].kind if stored else "F32"
+    return kind, rows.view(ml_dtypes.bfloat16) if kind == "BF16" else rows

@@ -115,11 +115,17 @@ def _mlp(add: Callable[..., None], prefix: str, width: int) -> None:
 
 
 def write_hf(
-    path: Path, family: str = "llama", *, tied: bool = True, shards: int = 1, **more: Any
+    path: Path,
+    family: str = "llama",
+    *,
+    tied: bool = True,
+    shards: int = 1,
+    dtype: Any = np.float32,
+    **more: Any,
 ) -> dict[str, np.ndarray]:
     """A Hugging Face directory at `path`; returns its tensors."""
     path.mkdir(parents=True, exist_ok=True)
-    tensors = hf_tensors(family, tied=tied)
+    tensors = {k: v.astype(dtype) for k, v in hf_tensors(family, tied=tied).items()}
     (path / "config.json").write_text(json.dumps(hf_config(family, tied=tied, **more)))
     if shards == 1:
         save_file(tensors, path / "model.safetensors")
@@ -147,10 +153,14 @@ def write_gguf(
     *,
     tied: bool = True,
     kind: str = "F32",
+    kinds: dict[str, str] | None = None,
     metadata: Callable[[gguf.GGUFWriter, str], None] | None = None,
     extra: dict[str, np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
-    """A GGUF of the same tiny model; returns the tensors under their Hugging Face names."""
+    """A GGUF of the same tiny model; returns the tensors under their Hugging Face names.
+
+    `kinds` gives tensors whose GGUF name holds the key another kind.
+    """
     arch = ARCHITECTURE[family]
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(LAYERS)
@@ -173,10 +183,11 @@ def write_gguf(
         metadata(writer, arch)
     tensors = hf_tensors(family, tied=tied)
     for name, value in (to_gguf(family, tensors) | (extra or {})).items():
-        if value.ndim == 1 or kind == "F32":
+        here = next((k for part, k in (kinds or {}).items() if part in name), kind)
+        if value.ndim == 1 or here == "F32":
             writer.add_tensor(name, value)
         else:
-            dtype = gguf.GGMLQuantizationType[kind]
+            dtype = gguf.GGMLQuantizationType[here]
             writer.add_tensor(name, gguf.quants.quantize(value, dtype), raw_dtype=dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
