@@ -4,6 +4,8 @@ function.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -32,7 +34,7 @@ def extend_context(
     plan: RoundPlan,
     params: EngineParams,
     context: KVCache,
-    taps: Array,
+    taps: Any,
     start: Array,
     counts: Array,
     path: Array | None = None,

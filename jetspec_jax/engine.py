@@ -28,15 +28,16 @@ from jetspec_jax.models.decoder import Numerics, takes_stack
 from jetspec_jax.numerics.probe import ProbeReport, probe
 from jetspec_jax.plan import RoundPlan
 from jetspec_jax.policy import Costs
-from jetspec_jax.programs import Programs, use_compilation_cache
+from jetspec_jax.programs import Programs
 from jetspec_jax.request import Request, check_prompt, round_trace
 from jetspec_jax.results import GenerationResult, StreamChunk, Timings
 from jetspec_jax.session import MAX_STOP_IDS, Session, new_state
 from jetspec_jax.state import RUNNING, EngineParams
 
-# Node counts that the automatic budget chooses from, by the kernels in use: a native verify of 16
-# rows costs less than two plain steps, XLA's more.
-AUTO_BUDGETS = {"cpu": (1, 4, 8, 16), "xla": (1, 4, 8)}
+# Node counts that the automatic budget chooses from. With the native decoder stack rows are data:
+# one program serves all of them, so the steps are fine. Else each count is a branch of the program.
+STACK_BUDGETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24)
+BRANCH_BUDGETS = {"cpu": (1, 4, 8, 16), "xla": (1, 4, 8)}
 DEFAULT_CAPACITY = 2_048  # tokens a sequence, where the model's context allows
 LOOKUP_DEPTH = 8  # drafted tokens per round where no head sets the depth
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -110,7 +111,6 @@ class LLM:
         engine: EngineConfig,
         say: Callable[[str], None],
     ) -> None:
-        use_compilation_cache()
         most = target.config.max_context
         self.capacity = engine.capacity or min(DEFAULT_CAPACITY, most)
         if self.capacity > most:
@@ -198,7 +198,7 @@ class LLM:
             return (min(spec.budget or depth + 1, depth + 1),)
         if spec.mode == "tree":
             return (spec.budget or 8,)
-        steps = AUTO_BUDGETS[self._target.kernels]
+        steps = STACK_BUDGETS if self._stack else BRANCH_BUDGETS[self._target.kernels]
         most = spec.budget or steps[-1]
         return (*(b for b in steps if b < most), most)
 

@@ -1,10 +1,16 @@
-"""Compiled programs, kept by name, plan and batch: each is compiled once, and its time is known."""
+"""Compiled programs, kept by name, plan and batch: each is compiled once, and its time is known.
+
+On disk `ProgramStore` keeps whole programs, so that a second start does not even trace.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import hashlib
 import os
+import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +19,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import serialize_executable
 
+import jetspec_jax
+import pallas_kernels
 from jetspec_jax.decode import prefill, run_rounds, spec_round
 from jetspec_jax.plan import RoundPlan
 from jetspec_jax.state import DecodeState
 from jetspec_jax.typing import Array
+from pallas_kernels import native
 
 
 def cache_home() -> Path:
@@ -25,15 +35,6 @@ def cache_home() -> Path:
     directories).
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jetspec-jax"
-
-
-def use_compilation_cache() -> None:
-    """Keeps compiled programs on disk, so that a second start skips XLA. A directory set by the
-    caller wins.
-    """
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache_home() / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def insert(state: DecodeState, one: DecodeState, slot: Array) -> DecodeState:
@@ -53,6 +54,60 @@ def insert(state: DecodeState, one: DecodeState, slot: Array) -> DecodeState:
     return dataclasses.replace(state, **placed, counters=counters)
 
 
+@functools.cache
+def _code_version() -> str:
+    """Hash of everything that decides what a program computes and where its binary runs."""
+    digest = hashlib.sha256()
+    for package in (jetspec_jax, pallas_kernels):
+        for path in sorted(Path(package.__path__[0]).rglob("*")):
+            if path.suffix in (".py", ".cc", ".h"):
+                digest.update(path.read_bytes())
+    flags = os.environ.get("XLA_FLAGS", "")
+    for part in (jax.__version__, flags, native.cpu_identity(), str(os.cpu_count())):
+        digest.update(part.encode())
+    return digest.hexdigest()
+
+
+class ProgramStore:
+    """Compiled programs on disk. A file that is missing, damaged or of other code is not there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def path(self, name: str, plan: RoundPlan, batch: int, args: Any) -> Path:
+        """Where a program lies: its name says code, machine, plan and the shapes of its
+        arguments.
+        """
+        leaves, tree = jax.tree.flatten(args)
+        device = jax.devices()[0]
+        shapes = [(x.shape, x.dtype.name) for x in leaves]
+        key = f"{_code_version()}|{device.device_kind}|{name}|{plan!r}|{batch}|{tree}|{shapes}"
+        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.bin"
+
+    def load(self, path: Path, kernels: bool) -> Any:
+        """The program, or None. `kernels`: it calls native kernels, which are registered first."""
+        try:
+            payload = path.read_bytes()
+        except OSError:
+            return None
+        if kernels:
+            native.library().register()
+        try:
+            return serialize_executable.deserialize_and_load(*pickle.loads(payload))
+        except Exception:  # noqa: BLE001 - of another build of jaxlib, or cut off: compile it anew
+            path.unlink(missing_ok=True)
+            return None
+
+    def save(self, path: Path, program: Any) -> None:
+        """Writes aside and renames; a disk that is full or read-only only costs the next start."""
+        part = path.with_suffix(f".{os.getpid()}.part")
+        with contextlib.suppress(OSError, ValueError, NotImplementedError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(pickle.dumps(serialize_executable.serialize(program)))
+            part.replace(path)
+        part.unlink(missing_ok=True)
+
+
 class Programs:
     """Ahead-of-time compiled `prefill`, `rounds`, `step` (one round with its details) and
     `insert`.
@@ -61,6 +116,10 @@ class Programs:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._compiled: dict[tuple[Any, ...], Any] = {}
+        # A caller who chose a cache directory for JAX keeps programs there: what comes out of that
+        # cache cannot be serialised again (its functions are missing, jaxlib 0.11.2).
+        own = jax.config.jax_compilation_cache_dir is not None
+        self._store = None if own else ProgramStore(cache_home() / "programs")
         self.seconds = 0.0
 
     def __len__(self) -> int:
@@ -74,10 +133,16 @@ class Programs:
         found = self._compiled.get(key)
         if found is None:
             started = time.perf_counter()
-            self._say(
-                f"compiling {name} (batch {batch}, budgets {'/'.join(map(str, plan.budgets))}) ..."
-            )
-            found = self._functions(name, plan).lower(*args).compile()
+            path = None
+            if self._store is not None:
+                path = self._store.path(name, plan, batch, args)
+                found = self._store.load(path, plan.numerics.native)
+            if found is None:
+                budgets = "/".join(map(str, plan.budgets))
+                self._say(f"compiling {name} (batch {batch}, budgets {budgets}) ...")
+                found = self._functions(name, plan).lower(*args).compile()
+                if self._store is not None and path is not None:
+                    self._store.save(path, found)
             self._compiled[key] = found
             self.seconds += time.perf_counter() - started
         return found

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -40,6 +41,10 @@ class KernelError(RuntimeError):
     """A requested kernel implementation that is not available here. The message is one line."""
 
 
+# An op with one handler a dtype has a macro of its own.
+_HANDLER = re.compile(r"^(?:XLA_FFI_DEFINE_HANDLER_SYMBOL|JETSPEC_\w+)\((\w+),", re.MULTILINE)
+
+
 @dataclasses.dataclass(frozen=True)
 class NativeLibrary:
     """A loaded kernel library.
@@ -48,12 +53,14 @@ class NativeLibrary:
       path: the shared object in the cache.
       built: whether this process compiled it (False: found in the cache).
       seconds: time spent in the compiler by this process (0.0 when found).
+      symbols: its FFI handlers.
       handle: the library, for its plain C functions.
     """
 
     path: Path
     built: bool
     seconds: float
+    symbols: tuple[str, ...]
     handle: ctypes.CDLL = dataclasses.field(repr=False)
 
     def target(self, symbol: str) -> str:
@@ -66,6 +73,11 @@ class NativeLibrary:
                 jax.ffi.register_ffi_target(name, capsule, platform="cpu")
                 _registered[name] = self.handle
         return name
+
+    def register(self) -> None:
+        """Registers all handlers: a compiled program from disk names its targets, nothing more."""
+        for symbol in self.symbols:
+            self.target(symbol)
 
 
 def cache_root() -> Path:
@@ -251,5 +263,6 @@ def _load(sources: tuple[Path, ...], extra_flags: tuple[str, ...]) -> NativeLibr
         except KernelError as error:
             failures.append(str(error))
             continue
-        return NativeLibrary(path, seconds > 0.0, seconds, handle)
+        text = "".join(source.read_text() for source in sources)
+        return NativeLibrary(path, seconds > 0.0, seconds, tuple(_HANDLER.findall(text)), handle)
     raise KernelError("; ".join(failures))

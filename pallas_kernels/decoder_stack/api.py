@@ -11,6 +11,7 @@ Not differentiable: it serves decoding.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import flax.struct
 import jax
@@ -167,7 +168,7 @@ def decoder_stack(
     for layer, k, v in zip(layers, cache_k, cache_v, strict=True):
         operands += [layer.attn_norm, layer.mlp_norm]
         if first.q_norm is not None:
-            operands += [layer.q_norm, layer.k_norm]
+            operands += [jnp.asarray(layer.q_norm), jnp.asarray(layer.k_norm)]
         biases = layer.qkv_bias or (None,) * len(layer.qkv)
         pairs = [*zip(layer.qkv, biases, strict=True), (layer.o, layer.o_bias)]
         pairs += [(layer.gate_up, layer.gate_up_bias), (layer.down, layer.down_bias)]
@@ -234,14 +235,18 @@ def _check(
     wanted = (geometry.heads + 2 * geometry.kv_heads) * geometry.dim
     if outputs != wanted:
         raise bad(f"q, k and v have {outputs} outputs, but the heads need {wanted}")
-    structure = jax.tree.structure(first.replace(qkv=len(first.qkv), o=0, gate_up=0, down=0))
-    for layer in layers:
-        same = jax.tree.structure(layer.replace(qkv=len(layer.qkv), o=0, gate_up=0, down=0))
-        shapes = [w.shape for w in (*layer.qkv, layer.o, layer.gate_up, layer.down)]
-        if same != structure or shapes != [
-            w.shape for w in (*first.qkv, first.o, first.gate_up, first.down)
-        ]:
-            raise bad("layers of different shapes")
+    if any(_shapes(layer) != _shapes(first) for layer in layers):
+        raise bad("layers of different shapes, or with different biases and norms")
     wrong = [t for t in taps if not 0 <= t < len(layers)]
     if wrong:
         raise bad(f"taps {wrong} are no layers of {len(layers)}")
+
+
+def _shapes(layer: StackLayer) -> list[Any]:
+    weights = (*layer.qkv, layer.o, layer.gate_up, layer.down)
+    vectors = (
+        *(layer.attn_norm, layer.mlp_norm, layer.q_norm, layer.k_norm),
+        *(layer.qkv_bias or ()),
+        *(layer.o_bias, layer.gate_up_bias, layer.down_bias),
+    )
+    return [w.shape for w in weights] + [None if v is None else v.shape for v in vectors]
