@@ -25,14 +25,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jetspec_jax.config import WEIGHTS
 from jetspec_jax.errors import ConfigError, JetSpecError
-from serve import cli, generate
+from serve import cli
 
 # Nothing here may import numpy or jax before the measurements are done: a child's maximum resident
 # set starts with that of the process that started it (Linux counts it across fork and exec).
 
 PROMPT = "Write a Python function that reverses a string."
-WEIGHTS = ("stored", "float32")
 RUNTIME = (
     "import jax, jax.numpy, jetspec_jax.engine, serve.job\n"
     "print(jax.jit(lambda x: x + 1)(jax.numpy.ones(8)).sum())"
@@ -78,7 +78,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
         raise ConfigError("--prompt is empty; give some text, or leave the flag out")
     load = os.getloadavg()[0]
     commands = {
-        weights: generate_command(weights, args.prompt, args.max_tokens) for weights in modes()
+        weights: generate_command(weights, args.prompt, args.max_tokens) for weights in WEIGHTS
     }
     for weights, command in commands.items():
         with cli.phase(f"warming up, weights {weights} (not counted)"):
@@ -112,17 +112,9 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     return 0
 
 
-def modes() -> tuple[str, ...]:
-    """The weight modes that `serve.generate` offers."""
-    known = "--weights" in generate.build_parser()._option_string_actions
-    return WEIGHTS if known else WEIGHTS[1:]
-
-
 def generate_command(weights: str, prompt: str, max_tokens: int) -> list[str]:
     """What a user types."""
-    flags = ["--max-tokens", str(max_tokens)]
-    if len(modes()) > 1:
-        flags += ["--weights", weights]
+    flags = ["--max-tokens", str(max_tokens), "--weights", weights]
     return [sys.executable, "-m", "serve.generate", prompt, *flags]
 
 

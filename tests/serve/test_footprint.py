@@ -8,8 +8,9 @@ import time
 
 import pytest
 
+from jetspec_jax.config import WEIGHTS
 from jetspec_jax.errors import JetSpecError
-from serve import footprint
+from serve import footprint, generate
 from serve.footprint import Child
 from tests.serve.conftest import Run
 
@@ -27,10 +28,11 @@ def test_figures_are_best_and_median_above_the_runtime() -> None:
 
 
 def test_the_command_is_what_a_user_types() -> None:
-    for weights in footprint.modes():
+    for weights in WEIGHTS:
         got = footprint.generate_command(weights, "Hello", 9)
         assert got[1:4] == ["-m", "serve.generate", "Hello"]
-        assert footprint.generate.build_parser().parse_args(got[3:]).max_tokens == 9
+        args = generate.build_parser().parse_args(got[3:])
+        assert args.max_tokens == 9 and args.weights == weights
 
 
 def test_report(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,11 +45,10 @@ def test_report(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(footprint, "measure", measure)
     got = run(footprint.main, "--repeats", "2", "--max-tokens", "5")
     assert got.code == 0 and got.out.count("\n") == 1
-    modes = footprint.modes()
-    assert len(started) == 3 * len(modes) + 2  # warming runs, then two rounds
-    assert [c[1] for c in started[: len(modes)]] == ["-m"] * len(modes)
+    # a warming run of each, then two rounds with the runtime
+    assert [c[1] for c in started] == ["-m", "-m", "-c", "-m", "-m", "-c", "-m", "-m"]
     assert got.last["runtime_rss_mb"] == {"best": 150.0, "median": 150.0}
-    assert list(got.last["modes"]) == list(modes)
+    assert list(got.last["modes"]) == list(WEIGHTS)
     for figures in got.last["modes"].values():
         assert figures["first_token_s"] == {"best": 2.25, "median": 2.25}
         assert figures["peak_above_runtime_mb"]["best"] >= 300.0
