@@ -266,7 +266,14 @@ class LLM:
         cfg: Any = self.model_config if kind == "target" else self.draft_config
         dtype = jnp.dtype(self.engine.dtype)
         return alloc(
-            cfg.num_layers, batch, cfg.num_kv_heads, self._allocated(), cfg.head_dim, dtype
+            cfg.num_layers,
+            batch,
+            cfg.num_kv_heads,
+            self._allocated(),
+            cfg.head_dim,
+            dtype,
+            # the drafter's context is read by XLA where the head is not native
+            native=self._stack if kind == "target" else self._native_head,
         )
 
     def params_for(self, plan: RoundPlan, table: Costs | None = None) -> EngineParams:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jetspec_jax.typing import Array, PyTree
-from pallas_kernels.accept_commit import accept_commit
+from pallas_kernels.accept_commit import accept_commit, unwritten
 
 # Up to this batch, a dynamic_update_slice per sequence; beyond it a vmapped one (XLA's scatter loop
 # on CPU).
@@ -40,10 +40,24 @@ class KVCache:
 
 
 def alloc(
-    layers: int, batch: int, heads: int, allocated: int, head_dim: int, dtype: Any
+    layers: int,
+    batch: int,
+    heads: int,
+    allocated: int,
+    head_dim: int,
+    dtype: Any,
+    *,
+    native: bool = False,
 ) -> KVCache:
-    """A cache of zeros; `allocated` counts slots (tokens) a sequence."""
+    """A cache of zeros; `allocated` counts slots (tokens) a sequence.
+
+    `native`: for the native kernels, which never read a slot that was not written. The cache then
+    holds anything, and takes memory only as it fills.
+    """
     shape = (batch, heads, allocated, head_dim)
+    if native:
+        arrays = unwritten([jax.ShapeDtypeStruct(shape, dtype)] * (2 * layers))
+        return KVCache(tuple(arrays[:layers]), tuple(arrays[layers:]))
     return KVCache(
         tuple(jnp.zeros(shape, dtype) for _ in range(layers)),
         tuple(jnp.zeros(shape, dtype) for _ in range(layers)),

@@ -13,6 +13,22 @@ from pallas_kernels import dispatch, native
 from pallas_kernels.accept_commit import reference, specs
 
 
+def unwritten(shapes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    """Arrays that hold anything, for caches whose live slots alone are read; native CPU only.
+
+    A cache then takes as much memory as it has live slots, not as it has room for: the system maps
+    a page when it is first written.
+
+    Args:
+      shapes: of the arrays.
+
+    Raises:
+      native.KernelError: no native kernel here.
+    """
+    target = native.library().target("Unwritten")
+    return jax.jit(lambda: jax.ffi.ffi_call(target, list(shapes))())()
+
+
 def accept_commit(
     cache_k: Sequence[jax.Array],
     cache_v: Sequence[jax.Array],

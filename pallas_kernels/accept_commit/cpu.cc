@@ -57,6 +57,9 @@ ffi::Error accept_commit(ffi::Buffer<ffi::F32> new_k, ffi::Buffer<ffi::F32> new_
   return ffi::Error::Success();
 }
 
+// Results that nobody has written: memory fresh from the system takes no room until it is touched.
+ffi::Error unwritten(ffi::RemainingRets) { return ffi::Error::Success(); }
+
 }  // namespace
 }  // namespace jetspec
 
@@ -69,3 +72,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(AcceptCommit, jetspec::accept_commit,
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .RemainingArgs()
                                   .RemainingRets());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Unwritten, jetspec::unwritten, xla::ffi::Ffi::Bind().RemainingRets());
