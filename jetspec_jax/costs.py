@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from jetspec_jax.engine import LLM
     from jetspec_jax.session import Session
 
-_VERSION = 2  # of the file; raise it when rounds change in cost
+_VERSION = 3  # of the file; raise it when rounds change in cost
 _PROMPT = 64  # tokens in the cache while measuring
-_ROUNDS, _REPEATS = 3, 4
+_ROUNDS, _TURNS = 2, 6
+_LONG_S = 0.1  # rounds this long are timed one at a time
 _NEVER = 1e9
 
 
@@ -47,21 +48,42 @@ def unmeasured(plan: RoundPlan) -> Costs:
 def measure(llm: LLM, plan: RoundPlan, batch: int) -> dict[str, Any]:
     """Seconds of a plain round, of verification by budget, and of drafting (compilation excluded).
 
-    Each budget is forced through the cost table itself, in the program that will run; the minimum
-    of a few short runs is taken, since other processes can only add time.
+    Each budget is forced through the cost table itself, in the program that will run. All are timed
+    in turns, so that another process that slows the machine for a while slows all of them, and the
+    minimum over the turns is taken. Powers of two and the largest budget are timed, what lies
+    between is interpolated. A budget that costs more plain steps than it can commit tokens never
+    pays: neither it nor a larger one is timed (`_NEVER`).
     """
     count = len(plan.budgets)
+    indices = [i for i, n in enumerate(plan.budgets) if not n & (n - 1) or i + 1 == count]
     with llm.session(plan, batch, unmeasured(plan)) as session:
         session.compile(details=False)
         prompt = [int(i) for i in np.arange(_PROMPT) % llm.model_config.vocab_size]
         limit = llm.capacity
+        sampling = SamplingParams(temperature=1.0 if plan.sampled else 0.0)
         for slot in range(batch):
-            session.admit(slot, prompt, limit, (), SamplingParams(), True)
-        plain = _time(session, _forced(0, count), pause=True)
-        rounds = [_time(session, _forced(i, count), pause=False) for i in range(count)]
-    draft = max(rounds[0] - plain, 0.0) if plan.drafts else 0.0
-    verify = {b: max(t - draft, 1e-6) for b, t in zip(plan.budgets, rounds, strict=True)}
-    return {"t_plain_s": plain, "t_verify_s": verify, "t_draft_s": draft}
+            session.admit(slot, prompt, limit, (), sampling, True)
+        plain, timed = float("inf"), dict.fromkeys(indices, float("inf"))
+        for turn in range(1 + _TURNS):
+            rounds = 1 if turn == 0 or plain > _LONG_S else _ROUNDS  # the first turn warms up
+            plain = min(plain, _time(session, _forced(0, count), rounds, pause=True))
+            for i in list(timed):
+                timed[i] = min(timed[i], _time(session, _forced(i, count), rounds, pause=False))
+                if timed[i] > plain * (plan.depth + 1) + timed[0]:
+                    timed = {j: t for j, t in timed.items() if j <= i}
+                    break
+    draft = max(timed[0] - plain, 0.0) if plan.drafts else 0.0
+    verify = np.interp(
+        plan.budgets,
+        [plan.budgets[i] for i in timed],
+        [max(t - draft, 1e-6) for t in timed.values()],
+        right=_NEVER,
+    )
+    return {
+        "t_plain_s": plain,
+        "t_verify_s": dict(zip(plan.budgets, verify.tolist(), strict=True)),
+        "t_draft_s": draft,
+    }
 
 
 def _forced(index: int, count: int) -> Costs:
@@ -69,24 +91,19 @@ def _forced(index: int, count: int) -> Costs:
     return Costs(verify, jnp.zeros((), jnp.float32))
 
 
-def _time(session: Session, table: Costs, *, pause: bool) -> float:
+def _time(session: Session, table: Costs, rounds: int, *, pause: bool) -> float:
+    """Seconds of a round under a forced budget, from the same context length every time."""
     session.params = dataclasses.replace(session.params, costs=table)
-    best = float("inf")
-    for repeat in range(_REPEATS):
-        control = fresh_control()
-        if pause:
-            control = dataclasses.replace(control, cooldown=jnp.asarray(1_000, jnp.int32))
-        # every repeat starts at the same context length
-        committed = jnp.full_like(session.state.committed, _PROMPT)
-        session.state = dataclasses.replace(
-            session.state, control=control, committed=committed, cached=committed - 1
-        )
-        rounds = 1 if repeat == 0 else _ROUNDS  # the first is a warm-up
-        started = time.perf_counter()
-        session.run(rounds)
-        if repeat:
-            best = min(best, (time.perf_counter() - started) / rounds)
-    return best
+    control = fresh_control()
+    if pause:
+        control = dataclasses.replace(control, cooldown=jnp.asarray(1_000, jnp.int32))
+    committed = jnp.full_like(session.state.committed, _PROMPT)
+    session.state = dataclasses.replace(
+        session.state, control=control, committed=committed, cached=committed - 1
+    )
+    started = time.perf_counter()
+    session.run(rounds)
+    return (time.perf_counter() - started) / rounds
 
 
 def _table(measured: dict[str, Any]) -> Costs:
@@ -119,7 +136,7 @@ def load_or_measure(llm: LLM, plan: RoundPlan, batch: int, say: Callable[[str], 
     """The cost table of a plan on this device: from the user's cache folder, or measured now and
     kept there.
     """
-    if llm.capacity < 2 * _PROMPT + _REPEATS * _ROUNDS * plan.path_rows:
+    if llm.capacity < 2 * _PROMPT + _ROUNDS * plan.path_rows:
         return unmeasured(plan)
     key = hashlib.sha256(
         f"{_VERSION}|{_device_key()}|{batch}|{llm.engine}|{plan!r}".encode()

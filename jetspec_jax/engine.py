@@ -328,8 +328,9 @@ class LLM:
             self._say(str(report))
         if len(plan.budgets) == 1:
             return None
-        # sampling and log-probabilities add the same to every budget: one table serves all
-        plan = dataclasses.replace(plan, sampled=False, logprobs=None)
+        # log-probabilities add the same to every budget: one table serves both. Sampling does not:
+        # drafting then ranks with the target's noise, and every depth of the tree has noise.
+        plan = dataclasses.replace(plan, logprobs=None)
         key = (plan, batch)
         if key not in self._costs:
             self._costs[key] = costs.load_or_measure(self, plan, batch, self._say)
