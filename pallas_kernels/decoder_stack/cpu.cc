@@ -32,7 +32,7 @@ struct Stack {
   const uint8_t* mask;
   float *out, *new_k, *new_v, *tapped;
   int taps;
-  std::vector<int> tap_of_layer;  // place in `tapped`, or -1
+  std::vector<int64_t> tap_layer;  // by place in `tapped`; a layer may be there more than once
   std::vector<Layer> layers;
   std::vector<int32_t> first;               // packed row where a sequence begins
   std::vector<std::pair<int, int>> origin;  // of a packed row: sequence, row
@@ -69,11 +69,12 @@ void begin_task(const Stack& s, int task) {
 }
 
 void keep_tap(const Stack& s, int layer, int row) {
-  const int place = layer < 0 ? -1 : s.tap_of_layer[layer];
-  if (place < 0) return;
   const auto [b, t] = s.origin[row];
-  std::memcpy(s.tapped + ((static_cast<size_t>(b) * s.rows + t) * s.taps + place) * s.width,
-              s.hidden + static_cast<size_t>(row) * s.width, s.width * sizeof(float));
+  float* to = s.tapped + (static_cast<size_t>(b) * s.rows + t) * s.taps * s.width;
+  for (int place = 0; place < s.taps; ++place)
+    if (s.tap_layer[place] == layer)
+      std::memcpy(to + static_cast<size_t>(place) * s.width, s.hidden + static_cast<size_t>(row) * s.width,
+                  s.width * sizeof(float));
 }
 
 void rotate_row(const Stack& s, int index, int row) {
@@ -255,11 +256,10 @@ ffi::Error decoder_stack(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buf
   s.new_k = new_k->typed_data();
   s.new_v = new_v->typed_data();
   s.tapped = tapped->typed_data();
-  s.tap_of_layer.assign(layers, -1);
-  for (int i = 0; i < s.taps; ++i) {
-    if (taps[i] < 0 || taps[i] >= layers) return bad("a tap is no layer");
-    s.tap_of_layer[taps[i]] = i;
-  }
+  s.tap_layer.assign(taps.begin(), taps.end());
+  for (int64_t tap : taps)
+    if (tap < 0 || tap >= layers) return bad("a tap is no layer");
+  if (cells == 0) return ffi::Error::Success();
 
   double keys = 0;
   for (int b = 0; b < s.batch; ++b) {
@@ -369,5 +369,29 @@ extern "C" void DecoderStackProfile(double* to) {
     *to++ = seconds;
     seconds = 0;
   }
+}
+
+// Multiply-adds a second of the calling thread with all operands in registers: what the kernels could reach at most.
+extern "C" double PeakMultiplyAdds() {
+  using namespace jetspec;
+  constexpr int kChains = 14, kSteps = 1 << 18;
+  Vec sum[kChains];
+  for (Vec& chain : sum) chain = splat(1.0f);
+  const Vec x = splat(0.999f), y = splat(1e-3f);
+  double best = 0;
+  for (int repeat = 0; repeat < 8; ++repeat) {
+    const double start = profile_now();
+    for (int step = 0; step < kSteps; ++step)
+#pragma GCC unroll 16
+      for (int c = 0; c < kChains; ++c) sum[c] = fma(sum[c], x, y);
+    best = std::max(best, static_cast<double>(kSteps) * kChains * kLanes / (profile_now() - start));
+  }
+  volatile float keep = 0;
+  for (Vec& chain : sum) {
+    float lane[kLanes];
+    store(lane, chain);
+    keep = keep + lane[0];
+  }
+  return best;
 }
 #endif
