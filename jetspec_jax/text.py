@@ -1,8 +1,8 @@
 """Text in and out: tokenizers of GGUF files and Hugging Face directories, chat, streaming decode.
 
-Built on the `tokenizers` and `jinja2` libraries directly: importing transformers costs seconds at
-every start, and the tokenizer that it derives from a GGUF file lacks the digit split of SmolLM2,
-which llama.cpp has.
+Built on the `tokenizers` and `jinja2` libraries directly, each imported when first used: importing
+transformers costs seconds at every start, and the tokenizer that it derives from a GGUF file lacks
+the digit split of SmolLM2, which llama.cpp has.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jetspec_jax.chat_template import Message, render
 from jetspec_jax.errors import InputError
-from jetspec_jax.tokenizer_files import Backend, directory_backend, gguf_backend
 from jetspec_jax.weights.gguf import GGUFSource
 from jetspec_jax.weights.hf_config import eos_ids as hf_eos_ids
 from jetspec_jax.weights.hf_config import read_json
 from jetspec_jax.weights.source import resolve_model
+
+if TYPE_CHECKING:
+    from jetspec_jax.chat_template import Message
+    from jetspec_jax.tokenizer_files import Backend
 
 _SPECIAL_ROLES = (
     "bos_token",
@@ -159,6 +161,8 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise InputError("this model has no chat template; send a plain prompt (--no-chat)")
+        from jetspec_jax.chat_template import render  # jinja2: not for raw prompts
+
         return render(
             self.chat_template,
             messages,
@@ -226,6 +230,8 @@ def tokenizer_from_gguf(source: GGUFSource) -> Tokenizer:
     Raises:
         ModelFileError: see `gguf_backend`.
     """
+    from jetspec_jax.tokenizer_files import gguf_backend  # a library of its own: only to load one
+
     meta = source.metadata
     tokens = meta.get("tokenizer.ggml.tokens", [])
     special = {}
@@ -242,6 +248,8 @@ def tokenizer_from_gguf(source: GGUFSource) -> Tokenizer:
 
 
 def _from_directory(path: Path) -> Tokenizer:
+    from jetspec_jax.tokenizer_files import directory_backend
+
     backend = directory_backend(path)
     config = _optional_json(path / "tokenizer_config.json")
     named = any(role in config for role in _SPECIAL_ROLES)

@@ -1,5 +1,7 @@
 """Which kernels and weight formats an engine gets, and what is said where it cannot have them."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -119,3 +121,12 @@ def test_tokens_are_the_same_with_stored_and_float32_weights(monkeypatch):
         for spec in (SpecConfig(mode="off"), SpecConfig(mode="tree", budget=8)):
             answers.append(llm.chat([talk], SamplingParams(max_tokens=32), spec=spec)[0].token_ids)
     assert len(answers[0]) > 8 and answers.count(answers[0]) == len(answers)
+
+
+def test_importing_the_engine_imports_no_library_that_it_may_not_need():
+    late = ("tokenizers", "transformers", "jinja2", "huggingface_hub", "optax", "matplotlib")
+    code = f"import sys, jetspec_jax.engine; print(*[m for m in {late} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split() == []

@@ -7,7 +7,9 @@ and some megabytes, whatever the format and however many tensors a fused project
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
+import os
 from collections.abc import Collection, Sequence
 
 import jax
@@ -22,7 +24,7 @@ from pallas_kernels import native
 from pallas_kernels import row_invariant_matmul as rim
 from pallas_kernels.row_invariant_matmul import reference, specs
 
-_SLICE = 1 << 18  # bytes repacked at once: stays in the cache
+_SLICE = 1 << 18  # bytes repacked at once by a thread: stays in its cache
 _RELEASE = 8 << 20  # bytes of the file read between two releases of its pages
 
 
@@ -57,8 +59,7 @@ class Packer:
                 reason = "bfloat16, and read by row as float32"
             if reason is None:
                 try:
-                    with np.errstate(over="ignore"):  # the refusal says it
-                        return pack_parts(parts, stored=True)
+                    return pack_parts(parts, stored=True)
                 except native.KernelError:
                     # the one thing that depends on values: Q4_0 offsets, kept as float16
                     reason = f"{parts[0].kind} with a scale that is out of the kernel's range"
@@ -98,24 +99,42 @@ def pack_parts(parts: Sequence[RawTensor], *, stored: bool) -> rim.PackedWeight:
     count, columns = sum(len(part.blocks) for part in parts), parts[0].shape[1]
     row_bytes = parts[0].blocks.shape[1] if stored else 4 * columns
     step = max(1, _SLICE // (specs.PANEL * row_bytes)) * specs.PANEL  # whole panels
-    out, unreleased = None, 0
-    for start in range(0, count, step):
-        kind, rows = _rows(parts, start, start + step, stored)
-        quantised = kind in specs.GGUF_KINDS
-        data = reference.pack_gguf_array(rows, kind) if quantised else reference.pack_array(rows)
-        if out is None:
-            out = aligned_empty((specs.panels(count), *data.shape[1:]), data.dtype)
+    sample = _panels(*_rows(parts, 0, specs.PANEL, stored))
+    out = aligned_empty((specs.panels(count), *sample.shape[1:]), sample.dtype)
+
+    def fill(start: int) -> None:
+        data = _panels(*_rows(parts, start, start + step, stored))
         at = start // specs.PANEL
         out[at : at + len(data)] = data
-        unreleased += step * row_bytes
-        if unreleased >= _RELEASE or start + step >= count:
-            unreleased = 0
-            for part in parts:
-                part.release()
-    kind, rows = _rows(parts, 0, 1, stored)
+        if start // step % every == 0:
+            release()
+
+    def release() -> None:
+        for part in parts:
+            part.release()
+
+    every = max(1, _RELEASE // (step * row_bytes))
+    # NumPy lets go of the interpreter lock while it moves bytes
+    with concurrent.futures.ThreadPoolExecutor(_workers()) as pool:
+        list(pool.map(fill, range(0, count, step)))
+    release()
+    kind, rows = _rows(parts, 0, 1, stored)  # for what a packed weight is beside its data
     one = rim.pack_gguf(rows, kind, "cpu") if kind in specs.GGUF_KINDS else rim.pack(rows, "cpu")
     # On CPU device_put adopts the aligned buffer.
     return dataclasses.replace(one, data=jax.device_put(out), n=count)
+
+
+def _panels(kind: str, rows: np.ndarray) -> np.ndarray:
+    """The data of a packed weight, still in NumPy."""
+    if kind in specs.GGUF_KINDS:
+        with np.errstate(over="ignore"):  # a Q4_0 scale that is refused
+            return reference.pack_gguf_array(rows, kind)
+    return reference.pack_array(rows)
+
+
+def _workers() -> int:
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(2)
+    return min(4, len(cores))
 
 
 def _rows(
