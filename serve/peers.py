@@ -28,9 +28,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
-import dataclasses
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -40,21 +38,24 @@ from typing import Any
 
 from jetspec_jax.config import WEIGHTS, EngineConfig, SamplingParams, SpecConfig
 from jetspec_jax.errors import ConfigError, InputError
-from jetspec_jax.stats import SpecStats, pooled
 from serve import cli
+from serve.peer_figures import (
+    F32,
+    METHOD,
+    MODES,
+    Q4_1,
+    TORCH,
+    Run,
+    bandwidth_figures,
+    print_rates,
+    rate,
+    summarise,
+)
 
 CONTEXT = 2_048  # tokens, prompt and answer together, for everyone
 PAUSE_S = 0.05  # between turns: a thread pool spins for a while after its last job
 WARM_TOKENS = 8
 BUSY = 0.5  # load average from which a comparison is not fair
-MODES = {"plain": SpecConfig(mode="off"), "speculative": None}
-OURS = tuple(f"{weights}_{mode}" for weights in WEIGHTS for mode in MODES)
-Q4_1, F32, TORCH = "llama_cpp_q4_1", "llama_cpp_f32", "transformers"
-PEERS = {Q4_1: "stored", F32: "float32", TORCH: "float32"}  # which of ours each is held against
-METHOD = (
-    "per prompt the median seconds over interleaved turns; tok/s = tokens / sum of those seconds; "
-    "a ratio divides two tok/s of this run"
-)
 EPILOG = """\
 the two interpreters, once (any Python that the packages support; llama.cpp is compiled, minutes):
   python -m venv /tmp/llama && /tmp/llama/bin/pip install llama-cpp-python
@@ -70,18 +71,8 @@ tile configuration as a dead store). Compile it with:
   /tmp/llama/bin/pip install --no-cache-dir llama-cpp-python"""
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """One answer. `decode_s` without the prompt; `stats` of our own runs only."""
-
-    token_ids: tuple[int, ...]
-    decode_s: float
-    stats: SpecStats | None = None
-
-
 Decode = Callable[[Sequence[int], int], Run]  # (prompt ids, new tokens)
 Prompts = Sequence[tuple[str, Sequence[int]]]  # (name, prompt ids)
-Runs = Mapping[str, Sequence[Sequence[Run]]]  # contender -> prompt -> turn
 
 
 def build_parser() -> cli.Parser:
@@ -178,7 +169,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
         "commit": facts.git_revision(),
         "command": facts.command("serve.peers", argv),
     }
-    _table(document)
+    print_rates(document)
     odd = document["first_different"]
     if odd is not None:
         cli.say(
@@ -289,101 +280,9 @@ def take_turns(
             for name in names[first:] + names[:first]:
                 time.sleep(PAUSE_S)
                 runs[name][index].append(contenders[name](ids, max_tokens))
-        speeds = (f"{name} {_rate([runs[name][index]]):.1f}" for name in names)
+        speeds = (f"{name} {rate([runs[name][index]]):.1f}" for name in names)
         cli.say(f"  {index + 1}/{len(prompts)} {prompt}, tok/s: {', '.join(speeds)}")
     return runs
-
-
-def _rate(prompts: Sequence[Sequence[Run]]) -> float:
-    """Tokens per second over prompts, each with the median of its turns."""
-    tokens = sum(len(turns[0].token_ids) for turns in prompts)
-    return tokens / sum(statistics.median(run.decode_s for run in turns) for turns in prompts)
-
-
-def summarise(runs: Runs, ids: Sequence[str]) -> dict[str, Any]:
-    """Identity, agreement, rates and ratios. `ids` names the prompts."""
-    rates = {name: _rate(prompts) for name, prompts in runs.items()}
-
-    def over(weights: str, peer: str) -> dict[str, float | None]:
-        return {mode: _ratio(rates.get(f"{weights}_{mode}"), rates.get(peer)) for mode in MODES}
-
-    odd = first_different(runs, ids)
-    return {
-        "tokens_identical": odd is None,
-        "first_different": odd,
-        "agreement": {peer: agreement(runs, peer) for peer in PEERS},
-        "tok_s": {name: _rounded(rates.get(name), 2) for name in (*PEERS, *OURS)},
-        "tau": {w: _tau(runs.get(f"{w}_speculative", ())) for w in WEIGHTS},
-        **{f"vs_{peer}": over(weights, peer) for peer, weights in PEERS.items()},
-        "vs_own_plain": {w: over(w, f"{w}_plain")["speculative"] for w in WEIGHTS},
-        "per_prompt": [
-            {"id": name, "tok_s": {n: round(_rate([p[index]]), 2) for n, p in runs.items()}}
-            for index, name in enumerate(ids)
-        ],
-    }
-
-
-def first_different(runs: Runs, ids: Sequence[str]) -> dict[str, Any] | None:
-    """The first of our runs that is not what the first of ours, a plain one, wrote."""
-    from serve.measure import first_difference
-
-    mine = [name for name in OURS if name in runs]
-    for index, prompt in enumerate(ids):
-        reference = runs[mine[0]][index][0].token_ids
-        for name in mine:
-            for run in runs[name][index]:
-                at = first_difference(reference, run.token_ids)
-                if at is not None:
-                    return {"id": prompt, "contender": name, "token": at}
-    return None
-
-
-def agreement(runs: Runs, peer: str) -> dict[str, Any] | None:
-    """How far a peer writes our tokens: the share of equal leading tokens (mean over prompts), and
-    the number of prompts that are equal to the end. None where the peer did not run.
-    """
-    from serve.measure import first_difference
-
-    if peer not in runs:
-        return None
-    mine = runs[next(name for name in OURS if name in runs)]
-    shares = []
-    for ours_, theirs in zip(mine, runs[peer], strict=True):
-        tokens = ours_[0].token_ids
-        at = first_difference(tokens, theirs[0].token_ids)
-        shares.append(1.0 if at is None else at / max(len(tokens), 1))
-    return {
-        "leading_share": round(statistics.fmean(shares), 4),
-        "prompts_equal": sum(share == 1.0 for share in shares),
-    }
-
-
-def bandwidth_figures(
-    runs: Runs, target_bytes: Mapping[str, int], bandwidth: float
-) -> dict[str, Any]:
-    """What the memory gives, and how much of it plain decoding uses: a token reads every weight."""
-    used = {
-        weights: _rounded(_rate(runs[f"{weights}_plain"]) * size / bandwidth, 3)
-        for weights, size in target_bytes.items()
-    }
-    return {
-        "bandwidth_gb_s": round(bandwidth / 1e9, 1),
-        "target_mb": {w: round(size / 1e6, 1) for w, size in target_bytes.items()},
-        "plain_of_bandwidth_limit": used,
-    }
-
-
-def _ratio(above: float | None, below: float | None) -> float | None:
-    return None if above is None or not below else round(above / below, 3)
-
-
-def _rounded(value: float | None, digits: int) -> float | None:
-    return None if value is None else round(value, digits)
-
-
-def _tau(prompts: Sequence[Sequence[Run]]) -> float | None:
-    stats = (run.stats for turns in prompts for run in turns[:1] if run.stats is not None)
-    return _rounded(pooled(stats).tau, 3)
 
 
 def read_bandwidth(size: int = 512 << 20) -> float:
@@ -404,47 +303,6 @@ def read_bandwidth(size: int = 512 << 20) -> float:
             list(pool.map(np.max, halves))
             best = min(best, time.perf_counter() - began)
     return sum(h.nbytes for h in halves) / best
-
-
-def _table(document: Mapping[str, Any]) -> None:
-    from serve.render import number
-    from serve.report import print_table
-
-    labels = {
-        Q4_1: "llama.cpp, Q4_1 file",
-        F32: "llama.cpp, float32",
-        TORCH: "transformers, float32",
-        **{f"stored_{mode}": f"ours, weights as stored, {mode}" for mode in MODES},
-        **{f"float32_{mode}": f"ours, weights as float32, {mode}" for mode in MODES},
-    }
-    rates, alike = document["tok_s"], document["agreement"]
-    rows = []
-    for name, label in labels.items():
-        rate, near = rates[name], alike.get(name)
-        rows.append(
-            [
-                label,
-                number(rate, 1),
-                *(number(_ratio(rate, rates[peer]), 2, "x") for peer in PEERS),
-                "" if near is None else f"{near['prompts_equal']}/{document['prompts']}",
-            ]
-        )
-    footer = (
-        f"{document['hardware']}, {document['threads']} threads · batch 1 · greedy · "
-        f"{document['prompts']} prompts of {document['suite']}, {document['max_tokens']} tokens, "
-        f"{document['turns']} turns · ours identical: "
-        f"{'yes' if document['tokens_identical'] else 'NO'} · memory reads "
-        f"{document['bandwidth_gb_s']} GB/s"
-    )
-    columns = (
-        "",
-        "tok/s",
-        "to llama.cpp Q4_1",
-        "to llama.cpp F32",
-        "to transformers",
-        "our tokens",
-    )
-    print_table("side by side", rows, columns, footer)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 import jetspec_jax.weights
+from jetspec_jax.config import WEIGHTS
 from jetspec_jax.errors import ConfigError, ModelFileError
 from jetspec_jax.stats import SpecStats
 from jetspec_jax.weights import open_source
 from jetspec_jax.weights.gguf_file import GGUFFile
-from serve import peer_llama, peer_torch, peers
+from serve import peer_figures, peer_llama, peer_torch, peers
+from serve.peer_figures import Run
 from serve.peer_worker import Worker
-from serve.peers import Run
 from tests.serve.conftest import Run as RunCommand
 from tests.serve.fake_llm import FakeLLM
 from tests.weights.files import write_gguf
@@ -202,7 +203,7 @@ def test_ratios() -> None:
         "stored_speculative": made([[0.25], [0.75]]),
         "float32_plain": made([[2.0], [6.0]]),
     }
-    got = peers.summarise(runs, ["p", "q"])
+    got = peer_figures.summarise(runs, ["p", "q"])
     assert got["tokens_identical"] is True and got["first_different"] is None
     assert got["tok_s"]["llama_cpp_q4_1"] == 2.0 and got["tok_s"]["stored_plain"] == 4.0
     assert got["vs_llama_cpp_q4_1"] == {"plain": 2.0, "speculative": 4.0}
@@ -215,7 +216,9 @@ def test_ratios() -> None:
     assert got["agreement"]["llama_cpp_q4_1"] == {"leading_share": 0.5, "prompts_equal": 0}
     assert got["agreement"]["transformers"] is None
     assert got["per_prompt"][1]["tok_s"]["stored_plain"] == 2.67
-    limit = peers.bandwidth_figures(runs, {"stored": 100_000_000, "float32": 500_000_000}, 2e9)
+    limit = peer_figures.bandwidth_figures(
+        runs, {"stored": 100_000_000, "float32": 500_000_000}, 2e9
+    )
     assert limit["plain_of_bandwidth_limit"] == {"stored": 0.2, "float32": 0.25}
     assert limit["bandwidth_gb_s"] == 2.0
 
@@ -226,12 +229,12 @@ def test_any_difference_among_ours_counts() -> None:
         "float32_plain": made([[1.0], [1.0]]),
     }
     runs["float32_plain"][1] = made([[1.0]], (1, 2, 3, 5))[0]
-    got = peers.summarise(runs, ["p", "q"])
+    got = peer_figures.summarise(runs, ["p", "q"])
     assert got["tokens_identical"] is False
     assert got["first_different"] == {"id": "q", "contender": "float32_plain", "token": 3}
     runs["float32_plain"][1] = runs["stored_plain"][1]
     runs["stored_plain"][0][1] = Run((1, 2, 3), 1.0)  # plain itself, in its second turn
-    got = peers.first_different(runs, ["p", "q"])
+    got = peer_figures.first_different(runs, ["p", "q"])
     assert got == {"id": "p", "contender": "stored_plain", "token": 3}
 
 
@@ -241,7 +244,7 @@ def test_last_line(ready: Fake, python: str, run: RunCommand) -> None:
     assert got.out.count("\n") == 1  # what libraries print is not on stdout
     last = got.last
     assert last["prompts"] == 3 and last["tokens_identical"] is True
-    for peer in peers.PEERS:
+    for peer in peer_figures.PEERS:
         assert last["agreement"][peer] == {"leading_share": 1.0, "prompts_equal": 3}
         assert last["tok_s"][peer] > 0
     assert last["tok_s"]["float32_plain"] == 10.0 and last["tok_s"]["float32_speculative"] == 20.0
@@ -258,7 +261,7 @@ def test_last_line(ready: Fake, python: str, run: RunCommand) -> None:
     assert "side by side" in got.err and "llama.cpp, Q4_1 file" in got.err
     assert "skipped" not in got.err
     # every engine: a warm-up, then a plain and a speculative run per turn
-    assert [llm.engine.weights for llm in ready.made] == list(peers.WEIGHTS)
+    assert [llm.engine.weights for llm in ready.made] == list(WEIGHTS)
     for llm in ready.made:
         assert sorted(llm.calls) == ["plain"] * 7 + ["spec"] * 7
 
