@@ -1,13 +1,13 @@
 """Row-invariant projection: see `api`."""
 
-from pallas_kernels.row_invariant_matmul.api import gated_matmul, matmul
+from pallas_kernels.row_invariant_matmul.api import gated_matmul, matmul, take_rows
 from pallas_kernels.row_invariant_matmul.packing import (
     PackedWeight,
     gather,
     pack,
     pack_gguf,
+    pack_panels,
     resolve,
-    take_rows,
     unpack,
 )
 
@@ -18,6 +18,7 @@ __all__ = [
     "matmul",
     "pack",
     "pack_gguf",
+    "pack_panels",
     "resolve",
     "take_rows",
     "unpack",

@@ -49,10 +49,7 @@ def matmul(
     """
     rows = _rows(x, packed)
     lead = x.shape[:-1]
-    if bias is not None and bias.shape != (packed.n,):
-        raise native.KernelError(
-            f"{specs.OP}: bias of shape {bias.shape} does not fit {packed.n} outputs"
-        )
+    _check_bias(bias, packed)
     if residual is not None and residual.shape != (*lead, packed.n):
         raise native.KernelError(
             f"{specs.OP}: residual of shape {residual.shape} is not {(*lead, packed.n)}"
@@ -76,6 +73,7 @@ def gated_matmul(
     x: jax.Array,
     packed: PackedWeight,
     *,
+    bias: jax.Array | None = None,
     implementation: dispatch.Implementation = "auto",
     threads: int = 0,
 ) -> jax.Array:
@@ -84,6 +82,7 @@ def gated_matmul(
     Args:
       x: [..., k]; computed in float32.
       packed: weight [2 f, k], gate rows first.
+      bias: [2 f], added to the finished sums before the gate.
       implementation: as in `matmul`.
       threads: as in `matmul`.
 
@@ -100,12 +99,39 @@ def gated_matmul(
     half, odd = divmod(packed.n, 2)
     if odd:
         raise native.KernelError(f"{specs.OP}: a gated weight needs 2 f outputs, not {packed.n}")
+    _check_bias(bias, packed)
     if _choose(packed, implementation) == "cpu" and half % specs.PANEL == 0:
-        y = _call(packed, threads, True)(rows, packed.data, {})
+        extras = {} if bias is None else {"bias": bias.astype(jnp.float32)}
+        y = _call(packed, threads, True)(rows, packed.data, extras)
     else:
-        both = matmul(rows, packed, implementation=implementation, threads=threads)
+        both = matmul(rows, packed, bias=bias, implementation=implementation, threads=threads)
         y = jax.nn.silu(both[:, :half]) * both[:, half:]
     return y.reshape(*x.shape[:-1], half)
+
+
+def take_rows(
+    packed: PackedWeight, ids: jax.Array, *, implementation: dispatch.Implementation = "auto"
+) -> jax.Array:
+    """Rows of the weight, e.g. token embeddings of a tied LM head, read from the packed form.
+
+    Args:
+      packed: weight [n, k].
+      ids: [...] int in [0, n).
+      implementation: as in `matmul`; the bits are the same for all.
+
+    Returns:
+      [..., k] in the weight's float dtype (float32 for the quantised formats).
+
+    Raises:
+      native.KernelError: an implementation that is not available.
+    """
+    if _choose(packed, implementation) == "xla":
+        return packing.take_rows_xla(packed, ids)
+    rows = _build_take(packed.n, packed.k, packed.format)(
+        ids.reshape(-1).astype(jnp.int32), packed.data
+    )
+    rows = rows.reshape(*ids.shape, packed.k)
+    return rows.astype(jnp.bfloat16) if packed.format == "bf16" else rows
 
 
 def _rows(x: jax.Array, packed: PackedWeight) -> jax.Array:
@@ -114,6 +140,13 @@ def _rows(x: jax.Array, packed: PackedWeight) -> jax.Array:
             f"{specs.OP}: x of shape {x.shape} does not fit a weight [{packed.n}, {packed.k}]"
         )
     return x.reshape(int(np.prod(x.shape[:-1])), packed.k).astype(jnp.float32)
+
+
+def _check_bias(bias: jax.Array | None, packed: PackedWeight) -> None:
+    if bias is not None and bias.shape != (packed.n,):
+        raise native.KernelError(
+            f"{specs.OP}: bias of shape {bias.shape} does not fit {packed.n} outputs"
+        )
 
 
 def _choose(packed: PackedWeight, implementation: dispatch.Implementation) -> str:
@@ -184,5 +217,33 @@ def _build_call(n: int, form: str, threads: int, gated: bool):
             extras["residual"] = residual.reshape(size * x.shape[1], n)
         y = call(x.reshape(size * x.shape[1], x.shape[2]), data, extras)
         return y.reshape(size, x.shape[1], width), True
+
+    return call
+
+
+@functools.cache
+def _build_take(n: int, k: int, form: str):
+    """The FFI call for one weight shape: f(ids [T], data) -> [T, k]."""
+    target = native.library().target("Matmul")  # which takes rows where x is integers
+
+    @jax.custom_batching.custom_vmap
+    def call(ids: jax.Array, data: jax.Array) -> jax.Array:
+        return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((ids.size, k), jnp.float32))(
+            ids,
+            data,
+            format=np.int64(specs.FORMAT_ID[form]),
+            outputs=np.int64(n),
+            has_bias=False,
+            has_residual=False,
+            gated=False,
+            threads=np.int64(0),
+        )
+
+    @call.def_vmap
+    def _batched(size, batched, ids, data):
+        if batched[1]:
+            ids = ids if batched[0] else jnp.broadcast_to(ids, (size, *ids.shape))
+            return jax.lax.map(lambda args: call(*args), (ids, data)), True
+        return call(ids.reshape(-1), data).reshape(*ids.shape, k), True
 
     return call

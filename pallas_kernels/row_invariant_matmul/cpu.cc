@@ -2,252 +2,255 @@
 // one rounding per step (fused multiply-add). The bits of a row therefore depend on nothing but that row and w: not on
 // the number of rows, the row's place, the threads, the tile sizes or the vector width.
 //
-// w is packed in panels of 32 outputs, zero padded, and a panel is read once from memory for all rows. Weights that are
+// w is packed in panels (formats.h) and a panel is read once from memory for up to kMaxPanelRows rows. Weights that are
 // not fp32 are decoded to the exact fp32 values, in registers for few rows and into a piece of panel that stays in the
-// first-level cache for many; the sums are the same, so a format changes the speed and never the bits. Layouts (specs.py has the same list):
-//   0 fp32   [panel][k][32] float
-//   1 bf16   [panel][k][32] bfloat16
-//   2 q8_0   [panel][k/32][64 B: 32 scales f16][k%32][32] int8             value = q * scale
-//   3 q4_1   [panel][k/32][64 B: 32 scales f16][64 B: 32 minima f16][(k%32)/2][32] byte, low nibble: even k
-//                                                                         value = q * scale + minimum
+// first-level cache for many; the sums are the same, so a format changes the speed and never the bits.
 #include "row_invariant_matmul/kernel.h"
 
 #include "cpu_common.h"
+#include "row_invariant_matmul/formats.h"
+#include "row_invariant_matmul/pack.h"
 
 namespace jetspec {
 namespace {
 
-constexpr int kBlock = 32;  // k steps that share a scale
+using Job = MatmulJob;
+
 constexpr int kVectors = kPanel / kLanes;
 constexpr int kMaxRows = kMaxPanelRows;  // rows whose accumulators are kept at once (16 KB)
-constexpr int kChunk = 128;    // k steps per pass when several passes share the weights: 16 KB, stays in L1
-constexpr int kAhead = 48;     // k steps of prefetch distance of a single fp32 pass
+constexpr int kChunk = 128;              // inputs per pass when several passes share the weights: 16 KB, stays in L1
+constexpr size_t kAhead = 4096;          // bytes of prefetch distance of a single pass
 
-// Rows of a register tile and vectors beside each other, by the number of vector registers.
+// Rows of a register tile and vectors beside each other, by the number of vector registers; rows up to which weights
+// are decoded in registers.
 #if JETSPEC_FORM == 3
-constexpr int kTileRows = 14, kTileVectors = 2, kFusedRows = 8;
+constexpr int kTileRows = 14, kTileVectors = 2, kFusedRows = 12;
 #elif JETSPEC_FORM == 1
-constexpr int kTileRows = 6, kTileVectors = 4, kFusedRows = 0;
+constexpr int kTileRows = 6, kTileVectors = 4, kFusedRows = 2;
 #else
-constexpr int kTileRows = 6, kTileVectors = 2, kFusedRows = 0;
+constexpr int kTileRows = 6, kTileVectors = 2, kFusedRows = 2;
 #endif
 
 // ---- Tiles ---------------------------------------------------------------------------------------------------------
-// acc[r][..] += x[r][0..count) * w, for R rows and V vectors. `fetch` walks over weights needed soon, `stride` bytes
-// per step, two lines a step where one would not be enough.
-template <int R, int V>
-void tile(const float* x, size_t ldx, int count, const float* w, float* acc, bool first, const char* fetch,
-          size_t stride) {
+// What a tile multiplies: `count` inputs from `k` on of a panel, for outputs `column` onwards.
+struct Piece {
+  const uint8_t* panel;
+  int k, count, column;
+  bool first;         // start from zero instead of from acc
+  const char* fetch;  // weights needed soon, `stride` bytes for every group of 8 inputs
+  size_t stride;
+};
+
+// acc[r][..] += x[r][..] * w for R rows, the last of which is at `last`: at the row before it if there are R - 1.
+template <typename Format, int R>
+void tile(const float* x, size_t ldx, const float* last, const Piece& p, float* acc) {
+  constexpr int V = kTileVectors;
+  acc += p.column;
   Vec a[R][V];
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) a[r][v] = first ? zero() : load(acc + r * kPanel + v * kLanes);
-  for (int k = 0; k < count; ++k) {
-    Vec b[V];
-    for (int v = 0; v < V; ++v) b[v] = load(w + static_cast<size_t>(k) * kPanel + v * kLanes);
-    __builtin_prefetch(fetch, 0, 2);
-    if (stride > 64) __builtin_prefetch(fetch + 64, 0, 2);
-    fetch += stride;
+    for (int v = 0; v < V; ++v) a[r][v] = p.first ? zero() : load(acc + r * kPanel + v * kLanes);
+  const char* fetch = p.fetch;
+  const int end = p.k + p.count;
+  for (int k = p.k; k < end;) {
+    typename Format::Scales s[V];
+    for (int v = 0; v < V; ++v) s[v] = {p.panel, static_cast<size_t>(k), p.column + v * kLanes};
+    for (const int block = std::min(end, k + kBlock); k < block;) {
+      typename Format::Group g[V];
+      for (int v = 0; v < V; ++v) g[v] = {p.panel, static_cast<size_t>(k), p.column + v * kLanes};
+      for (size_t i = 0; i < p.stride; i += 64) __builtin_prefetch(fetch + i, 0, 2);
+      fetch += p.stride;
+      const int half = k % kBlock / 16;
+#pragma GCC unroll 1
+      for (const int stop = std::min(block, k + kGroup); k < stop; ++k) {
+        Vec b[V];
+        for (int v = 0; v < V; ++v) b[v] = g[v].next(s[v], half);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const Vec s = splat(x[r * ldx + k]);
+        for (int r = 0; r < R; ++r) {
+          const Vec factor = splat(r == R - 1 ? last[k] : x[r * ldx + k]);
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) a[r][v] = fma(s, b[v], a[r][v]);
+          for (int v = 0; v < V; ++v) a[r][v] = fma(factor, b[v], a[r][v]);
+        }
+      }
     }
   }
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) store(acc + r * kPanel + v * kLanes, a[r][v]);
 }
 
-using Tile = void (*)(const float*, size_t, int, const float*, float*, bool, const char*, size_t);
+using Tile = void (*)(const float*, size_t, const float*, const Piece&, float*);
 
-template <int R>
+// Heights that exist: even ones (the last row may repeat), and the odd ones where a wasted row would be a loss.
+template <typename Format, int R, int Most>
 Tile find_tile(int rows) {
-  if constexpr (R == 0) {
-    return nullptr;
+  if constexpr (R >= Most) {
+    return tile<Format, Most>;
   } else {
-    return rows == R ? tile<R, kTileVectors> : find_tile<R - 1>(rows);
-  }
-}
-
-// ---- Formats -------------------------------------------------------------------------------------------------------
-struct F32 {
-  static constexpr size_t bytes(size_t k) { return k * kPanel * 4; }
-};
-
-struct BF16 {
-  static constexpr size_t bytes(size_t k) { return k * kPanel * 2; }
-};
-
-// Quantised: a block is a head of scales, then rows of 32 outputs. `pair` gives inputs i and i + 1 of outputs n onwards.
-struct Q80 {
-  static constexpr size_t kHead = kPanel * 2, kBytes = kHead + kBlock * kPanel;
-  static constexpr size_t bytes(size_t k) { return k / kBlock * kBytes; }
-  struct Scales {
-    Vec scale;
-    void load_from(const uint8_t* from) { scale = load_half(from); }
-  };
-  static void pair(const uint8_t* block, int i, int n, const Scales& s, Vec& even, Vec& odd) {
-    const uint8_t* q = block + kHead + i * kPanel + n;
-    even = load_int8(q) * s.scale;
-    odd = load_int8(q + kPanel) * s.scale;
-  }
-};
-
-struct Q41 {
-  static constexpr size_t kHead = kPanel * 4, kBytes = kHead + kBlock * kPanel / 2;
-  static constexpr size_t bytes(size_t k) { return k / kBlock * kBytes; }
-  struct Scales {
-    Vec scale, minimum;
-    void load_from(const uint8_t* from) {
-      scale = load_half(from);
-      minimum = load_half(from + kPanel * 2);
-    }
-  };
-  // q * scale has at most 15 significant bits and is exact: fusing changes no bit of q * scale + minimum.
-  static void pair(const uint8_t* block, int i, int n, const Scales& s, Vec& even, Vec& odd) {
-    Vec low, high;
-    load_nibbles(block + kHead + i / 2 * kPanel + n, low, high);
-    even = fma(low, s.scale, s.minimum);
-    odd = fma(high, s.scale, s.minimum);
-  }
-};
-
-// `count` steps of a panel as fp32.
-template <typename Format>
-void decode(const uint8_t* from, int count, float* to) {
-  if constexpr (std::is_same_v<Format, BF16>) {
-    for (int i = 0; i < count * kPanel; i += kLanes) store(to + i, load_bfloat(from + 2 * i));
-  } else {
-    for (int k = 0; k < count; k += kBlock, from += Format::kBytes, to += kBlock * kPanel)
-      for (int n = 0; n < kPanel; n += kLanes) {
-        typename Format::Scales scales;
-        scales.load_from(from + 2 * n);
-        for (int i = 0; i < kBlock; i += 2) {
-          Vec even, odd;
-          Format::pair(from, i, n, scales, even, odd);
-          store(to + i * kPanel + n, even);
-          store(to + (i + 1) * kPanel + n, odd);
-        }
-      }
-  }
-}
-
-// acc[R][32] = x[R] times a whole panel, decoded in registers: up to kFusedRows rows, where writing the decoded weights
-// to the cache would cost more than it saves. A panel is one tile wide here (kTileVectors covers it).
-template <typename Format, int R>
-void fused_tile(const float* x, size_t ldx, int depth, const uint8_t* w, float* acc) {
-  constexpr size_t ahead = 4096;
-  Vec a[R][kTileVectors];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < kTileVectors; ++v) a[r][v] = zero();
-  const auto step = [&](int k, const Vec (&b)[kTileVectors]) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const Vec s = splat(x[r * ldx + k]);
-#pragma GCC unroll 8
-      for (int v = 0; v < kTileVectors; ++v) a[r][v] = fma(s, b[v], a[r][v]);
-    }
-  };
-  if constexpr (std::is_same_v<Format, BF16>) {
-    for (int k = 0; k < depth; ++k, w += BF16::bytes(1)) {
-      Vec b[kTileVectors];
-      for (int v = 0; v < kTileVectors; ++v) b[v] = load_bfloat(w + 2 * v * kLanes);
-      __builtin_prefetch(w + ahead, 0, 2);
-      step(k, b);
-    }
-  } else {
-    for (int k0 = 0; k0 < depth; k0 += kBlock, w += Format::kBytes) {
-      typename Format::Scales scales[kTileVectors];
-      for (int v = 0; v < kTileVectors; ++v) scales[v].load_from(w + 2 * v * kLanes);
-      __builtin_prefetch(w + ahead, 0, 2);
-      __builtin_prefetch(w + ahead + 64, 0, 2);
-      for (int i = 0; i < kBlock; i += 2) {
-        Vec even[kTileVectors], odd[kTileVectors];
-        for (int v = 0; v < kTileVectors; ++v) Format::pair(w, i, v * kLanes, scales[v], even[v], odd[v]);
-        __builtin_prefetch(w + ahead + Format::kHead + i * (Format::kBytes - Format::kHead) / kBlock, 0, 2);
-        if (Format::kBytes > 1024)
-          __builtin_prefetch(w + ahead + Format::kHead + (i + 2) * (Format::kBytes - Format::kHead) / kBlock, 0, 2);
-        step(k0 + i, even);
-        step(k0 + i + 1, odd);
-      }
-    }
-  }
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < kTileVectors; ++v) store(acc + r * kPanel + v * kLanes, a[r][v]);
-}
-
-using FusedTile = void (*)(const float*, size_t, int, const uint8_t*, float*);
-
-template <typename Format, int R>
-FusedTile find_fused_tile(int rows) {
-  if constexpr (R == 0) {
-    return nullptr;
-  } else {
-    return rows == R ? fused_tile<Format, R> : find_fused_tile<Format, R - 1>(rows);
+    return rows <= R ? tile<Format, R> : find_tile<Format, R < 4 ? R + 1 : R + 2, Most>(rows);
   }
 }
 
 // ---- One panel -----------------------------------------------------------------------------------------------------
-using Job = MatmulJob;
-
-// acc[0..rows)[32] = x[0..rows) times panel `index`. `scratch` holds kChunk decoded steps.
+// `count` inputs of a panel from `k` on, as fp32.
 template <typename Format>
-__attribute__((noinline)) void accumulate(const Job& job, const float* x, int rows, size_t index, float* acc, float* scratch) {
-  constexpr bool direct = std::is_same_v<Format, F32>;
-  constexpr int splits = kVectors / kTileVectors;
-  const size_t depth = job.depth;
-  const uint8_t* w = job.w + index * Format::bytes(depth);
-  if constexpr (!direct && kFusedRows > 0) {
-    if (rows <= kFusedRows) {
-      find_fused_tile<Format, kFusedRows>(rows)(x, depth, job.depth, w, acc);
-      return;
+void decode(const uint8_t* panel, int k, int count, float* to) {
+  for (int n = 0; n < kPanel; n += kLanes) {
+    float* out = to + n;
+    for (int i = 0; i < count;) {
+      const typename Format::Scales s(panel, k + i, n);
+      for (const int block = std::min(count, i + kBlock); i < block;) {
+        typename Format::Group g(panel, k + i, n);
+        const int half = i % kBlock / 16;
+#pragma GCC unroll 1
+        for (const int stop = std::min(block, i + kGroup); i < stop; ++i, out += kPanel) store(out, g.next(s, half));
+      }
     }
   }
-  const int blocks = (rows + kTileRows - 1) / kTileRows, passes = blocks * splits;
-  const bool single = direct && passes == 1;
-  const int chunk = single ? job.depth : kChunk;
+}
+
+// acc[0..rows)[32] = x[0..rows) times panel `index`.
+template <typename Format>
+void accumulate(const Job& job, const float* x, int rows, size_t index, float* acc) {
+  constexpr bool direct = std::is_same_v<Format, F32>;
+  constexpr int splits = kVectors / kTileVectors, fused = direct ? kTileRows : std::min(kFusedRows, Format::kFused);
+  const size_t depth = job.depth;
+  const uint8_t* w = job.w + index * Format::bytes(depth);
+  Piece piece{w, 0, job.depth, 0, true, reinterpret_cast<const char*>(w) + kAhead, Format::bytes(256) / 32};
+  if (rows <= fused) {
+    const Tile run = find_tile<Format, 1, fused>(rows);
+    for (int split = 0; split < splits; ++split, piece.column += kTileVectors * kLanes)
+      run(x, depth, x + (rows - 1) * depth, piece, acc);
+    return;
+  }
+  alignas(64) float scratch[direct ? 1 : kChunk * kPanel];
+  const int blocks = (rows + kTileRows - 1) / kTileRows, passes = blocks * splits, pairs = (rows + 1) / 2;
+  // The passes over a chunk fetch the next one between them: memory never waits for arithmetic.
+  piece.stride = (piece.stride + passes - 1) / passes;
   if (depth == 0) std::memset(acc, 0, rows * kPanel * sizeof(float));
-  for (int k0 = 0; k0 < job.depth; k0 += chunk) {
-    const int count = std::min(chunk, job.depth - k0);
-    const uint8_t* from = w + Format::bytes(k0);
-    const float* panel = reinterpret_cast<const float*>(from);
-    // The passes over this chunk fetch the next one between them: memory never waits for arithmetic.
-    const char* fetch = reinterpret_cast<const char*>(from) + (single ? F32::bytes(kAhead) : Format::bytes(count));
-    const size_t stride = single ? F32::bytes(1) : (Format::bytes(kBlock) / kBlock + passes - 1) / passes;
+  for (int k0 = 0; k0 < job.depth; k0 += kChunk) {
+    const int count = std::min(kChunk, job.depth - k0);
+    piece.first = k0 == 0;
+    piece.fetch = reinterpret_cast<const char*>(w) + Format::bytes(256) * (k0 + kChunk) / 256;
+    piece.k = k0;
+    piece.count = count;
     if constexpr (!direct) {
-      decode<Format>(from, count, scratch);
-      panel = scratch;
+      decode<Format>(w, k0, count, scratch);
+      piece.panel = reinterpret_cast<const uint8_t*>(scratch);
+      piece.k = 0;
     }
+    const float* from = direct ? x : x + k0;
     for (int block = 0, r0 = 0; block < blocks; ++block) {
-      const int size = rows / blocks + (block < rows % blocks);
-      const Tile run = find_tile<kTileRows>(size);
+      const int size = std::min(rows - r0, 2 * (pairs / blocks + (block < pairs % blocks)));
+      const Tile run = find_tile<F32, 1, kTileRows>(size);
       for (int split = 0; split < splits; ++split) {
-        const int column = split * kTileVectors * kLanes;
-        run(x + r0 * depth + k0, depth, count, panel + column, acc + r0 * kPanel + column, k0 == 0, fetch, stride);
-        fetch += stride * count;
+        piece.column = split * kTileVectors * kLanes;
+        run(from + r0 * depth, depth, from + (r0 + size - 1) * depth, piece, acc + r0 * kPanel);
+        piece.fetch += piece.stride * (count / kGroup);
       }
       r0 += size;
     }
   }
 }
 
-template <typename Format>
-void compute_panel(const Job& job, int index) {
-  alignas(64) float acc[kMaxRows * kPanel];
-  alignas(64) float scratch[std::is_same_v<Format, F32> ? 1 : kChunk * kPanel];
-  const int first = index * kPanel, width = std::min(kPanel, job.outputs - first);
-  for (int m0 = 0; m0 < job.rows; m0 += kMaxRows) {
-    const int rows = std::min(kMaxRows, job.rows - m0);
-    accumulate<Format>(job, job.x + static_cast<size_t>(m0) * job.depth, rows, index, acc, scratch);
-    for (int r = 0; r < rows; ++r) {
-      const size_t offset = static_cast<size_t>(m0 + r) * job.stride + first;
-      float* a = acc + r * kPanel;
-      if (job.bias)
-        for (int n = 0; n < width; ++n) a[n] += job.bias[first + n];
-      if (job.residual)
-        for (int n = 0; n < width; ++n) a[n] += job.residual[offset + n];
-      std::memcpy(job.y + offset, a, width * sizeof(float));
+#if JETSPEC_FORM == 3
+// One row and P panels of a 4-bit format, `apart` panels from one to the next: acc[p][32]. A weight costs one
+// permutation, two fused multiply-adds and half a shift: even nibbles come to the lowest bits by reading from another
+// byte (the bytes behind the last group are scales).
+template <typename Format, int P>
+void row_times(const Job& job, size_t index, size_t apart, float* acc) {
+  constexpr int V = 2 * P;
+  const size_t size = Format::bytes(job.depth);
+  const uint8_t* panel[P];
+  for (int p = 0; p < P; ++p) panel[p] = job.w + (index + p * apart) * size;
+  const float* x = job.x;
+  Vec a[V];
+  for (int v = 0; v < V; ++v) a[v] = zero();
+  for (int k = 0; k < job.depth; k += kBlock) {
+    typename Format::Scales s[V];
+    for (int v = 0; v < V; ++v) s[v] = {panel[v / 2], static_cast<size_t>(k), v % 2 * kLanes};
+    const size_t block = Format::nibbles(k);
+    // Behind the end of neighbouring panels lies the next one of the other stream: skip it.
+    const size_t ahead = block + kAhead + (apart == 1 && block + kAhead >= size ? (P - 1) * size : 0);
+    const auto fetch = [&](size_t at) {
+      for (int p = 0; p < P; ++p) __builtin_prefetch(panel[p] + ahead + at, 0, 2);
+    };
+    fetch(kNibbles), fetch(kNibbles + 64);
+    for (int i = 0; i < kBlock; i += kGroup) {
+      const size_t at = block + i / 2 * kPanel;
+      fetch(i / 2 * kPanel), fetch(i / 2 * kPanel + 64);
+#pragma GCC unroll 8
+      for (int j = 0; j < kGroup; ++j) {
+        const Vec factor = splat(x[k + i + j]);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) {
+          const Ints q = load_ints(panel[v / 2] + at + v % 2 * 64 + j / 2);
+          a[v] = fma(factor, fma(low_nibble(j % 2 ? shift_right(q, 4) : q), s[v].d, s[v].m), a[v]);
+        }
+      }
     }
+  }
+  for (int v = 0; v < V; ++v) store(acc + v * kLanes, a[v]);
+}
+#endif
+
+// Output n of a panel, all its inputs.
+template <typename Format>
+void take(const uint8_t* panel, int depth, int n, float* to) {
+  const int first = n / kLanes * kLanes;
+  for (int k = 0; k < depth;) {
+    const typename Format::Scales s(panel, k, first);
+    for (const int block = std::min(depth, k + kBlock); k < block;) {
+      typename Format::Group g(panel, k, first);
+      const int half = k % kBlock / 16;
+      for (const int stop = std::min(block, k + kGroup); k < stop; ++k) {
+        float lanes[kLanes];
+        store(lanes, g.next(s, half));
+        to[k] = lanes[n - first];
+      }
+    }
+  }
+}
+
+// What there is for a format.
+struct Kernel {
+  size_t (*bytes)(size_t);
+  size_t depth;  // the depth of a weight is a multiple of this
+  void (*accumulate)(const Job&, const float*, int, size_t, float*);
+  void (*take)(const uint8_t*, int, int, float*);
+  void (*row_times_one)(const Job&, size_t, size_t, float*);  // or null: one row, one panel
+  void (*row_times_two)(const Job&, size_t, size_t, float*);  // or null: one row, two panels
+};
+
+template <typename Format>
+constexpr Kernel kernel_of() {
+  Kernel kernel{Format::bytes, Format::kDepth, accumulate<Format>, take<Format>, nullptr, nullptr};
+#if JETSPEC_FORM == 3
+  if constexpr (std::is_same_v<Format, Q41> || std::is_same_v<Format, Q4K>) {
+    kernel.row_times_one = row_times<Format, 1>;
+    kernel.row_times_two = row_times<Format, 2>;
+  }
+#endif
+  return kernel;
+}
+
+constexpr Kernel kKernels[] = {kernel_of<F32>(), kernel_of<BF16>(), kernel_of<Q80>(),
+                               kernel_of<Q41>(), kernel_of<Q4K>(),  kernel_of<Q6K>()};
+
+const Kernel* find_kernel(int64_t format) {
+  return format >= 0 && format < static_cast<int64_t>(std::size(kKernels)) ? kKernels + format : nullptr;
+}
+
+// ---- Epilogues -----------------------------------------------------------------------------------------------------
+// Rows [m0, m0 + rows) of outputs 32 index onwards, from their sums.
+void finish(const Job& job, int index, int m0, int rows, float* acc) {
+  const int first = index * kPanel, width = std::min(kPanel, job.outputs - first);
+  for (int r = 0; r < rows; ++r) {
+    const size_t offset = static_cast<size_t>(m0 + r) * job.stride + first;
+    float* a = acc + r * kPanel;
+    if (job.bias)
+      for (int n = 0; n < width; ++n) a[n] += job.bias[first + n];
+    if (job.residual)
+      for (int n = 0; n < width; ++n) a[n] += job.residual[offset + n];
+    std::memcpy(job.y + offset, a, width * sizeof(float));
   }
 }
 
@@ -279,68 +282,45 @@ inline float exp_negative(float x) {
 }
 
 // Outputs [0, half) are gates and [half, 2 half) the values they open: y = gate * sigmoid(gate) * value.
-template <typename Format>
-void compute_gated_panel(const Job& job, int index) {
-  alignas(64) float gate[kMaxRows * kPanel], value[kMaxRows * kPanel];
-  alignas(64) float scratch[std::is_same_v<Format, F32> ? 1 : kChunk * kPanel];
+void finish_gated(const Job& job, int index, int m0, int rows, float* gate, float* value) {
   const int half = job.outputs / 2;
-  for (int m0 = 0; m0 < job.rows; m0 += kMaxRows) {
-    const int rows = std::min(kMaxRows, job.rows - m0);
-    const float* x = job.x + static_cast<size_t>(m0) * job.depth;
-    accumulate<Format>(job, x, rows, index, gate, scratch);
-    accumulate<Format>(job, x, rows, index + half / kPanel, value, scratch);
-    for (int r = 0; r < rows; ++r) {
-      float* y = job.y + static_cast<size_t>(m0 + r) * job.stride + index * kPanel;
-      float *g = gate + r * kPanel, *v = value + r * kPanel;
-      if (job.bias)
-        for (int n = 0; n < kPanel; ++n) {
-          g[n] += job.bias[index * kPanel + n];
-          v[n] += job.bias[half + index * kPanel + n];
-        }
+  for (int r = 0; r < rows; ++r) {
+    float* y = job.y + static_cast<size_t>(m0 + r) * job.stride + index * kPanel;
+    float *g = gate + r * kPanel, *v = value + r * kPanel;
+    if (job.bias)
       for (int n = 0; n < kPanel; ++n) {
-        // sigmoid(g) from exp(-|g|), which cannot overflow.
-        const float e = exp_negative(-__builtin_fabsf(g[n]));
-        y[n] = g[n] * ((g[n] < 0.0f ? e : 1.0f) / (1.0f + e)) * v[n];
+        g[n] += job.bias[index * kPanel + n];
+        v[n] += job.bias[half + index * kPanel + n];
       }
+    for (int n = 0; n < kPanel; ++n) {
+      // sigmoid(g) from exp(-|g|), which cannot overflow.
+      const float e = exp_negative(-__builtin_fabsf(g[n]));
+      y[n] = g[n] * ((g[n] < 0.0f ? e : 1.0f) / (1.0f + e)) * v[n];
     }
   }
 }
 
-using Panel = void (*)(const Job&, int);
-
-Panel find_panel(int64_t format, bool gated) {
-  switch (format) {
-    case 0: return gated ? compute_gated_panel<F32> : compute_panel<F32>;
-    case 1: return gated ? compute_gated_panel<BF16> : compute_panel<BF16>;
-    case 2: return gated ? compute_gated_panel<Q80> : compute_panel<Q80>;
-    case 3: return gated ? compute_gated_panel<Q41> : compute_panel<Q41>;
-    default: return nullptr;
-  }
-}
-
-using Accumulate = void (*)(const Job&, const float*, int, size_t, float*, float*);
-
-Accumulate find_accumulate(int64_t format) {
-  switch (format) {
-    case 0: return accumulate<F32>;
-    case 1: return accumulate<BF16>;
-    case 2: return accumulate<Q80>;
-    default: return accumulate<Q41>;
+void run_panel(const Job& job, const Kernel& kernel, int index) {
+  alignas(64) float acc[kMaxRows * kPanel], value[kMaxRows * kPanel];
+  for (int m0 = 0; m0 < job.rows; m0 += kMaxRows) {
+    const int rows = std::min(kMaxRows, job.rows - m0);
+    const float* x = job.x + static_cast<size_t>(m0) * job.depth;
+    kernel.accumulate(job, x, rows, index, acc);
+    if (job.gated) {
+      kernel.accumulate(job, x, rows, index + job.outputs / 2 / kPanel, value);
+      finish_gated(job, index, m0, rows, acc, value);
+    } else {
+      finish(job, index, m0, rows, acc);
+    }
   }
 }
 
 }  // namespace
 
 size_t matmul_weight_bytes(int64_t format, size_t depth, size_t outputs) {
-  const size_t panels = (outputs + kPanel - 1) / kPanel;
-  if (format >= 2 && depth % kBlock != 0) return 0;
-  switch (format) {
-    case 0: return panels * F32::bytes(depth);
-    case 1: return panels * BF16::bytes(depth);
-    case 2: return panels * Q80::bytes(depth);
-    case 3: return panels * Q41::bytes(depth);
-    default: return 0;
-  }
+  const Kernel* kernel = find_kernel(format);
+  if (kernel == nullptr || depth % kernel->depth != 0) return 0;
+  return (outputs + kPanel - 1) / kPanel * kernel->bytes(depth);
 }
 
 int matmul_tasks(const MatmulJob& job) {
@@ -348,41 +328,91 @@ int matmul_tasks(const MatmulJob& job) {
 }
 
 void matmul_run(const MatmulJob& job, int begin, int end) {
-  const Panel run = find_panel(job.format, job.gated);
-  for (int i = begin; i < end; ++i) run(job, i);
+  const Kernel& kernel = kKernels[job.format];
+  const size_t half = job.gated ? job.outputs / 2 / kPanel : 0, size = kernel.bytes(job.depth);
+  // Nothing has fetched the start of this range yet.
+  for (size_t at = 0; at < std::min(kAhead, size); at += 64) {
+    __builtin_prefetch(job.w + begin * size + at, 0, 2);
+    if (half > 0 || begin + 1 < end) __builtin_prefetch(job.w + (begin + (half > 0 ? half : 1)) * size + at, 0, 2);
+  }
+  if (job.rows == 1 && kernel.row_times_two != nullptr) {
+    alignas(64) float acc[2 * kPanel];
+    while (begin < end) {
+      if (job.gated) {
+        kernel.row_times_two(job, begin, half, acc);
+        finish_gated(job, begin, 0, 1, acc, acc + kPanel);
+      } else if (begin + 1 < end) {
+        kernel.row_times_two(job, begin, 1, acc);
+        finish(job, begin, 0, 1, acc);
+        finish(job, ++begin, 0, 1, acc + kPanel);
+      } else {
+        kernel.row_times_one(job, begin, 1, acc);
+        finish(job, begin, 0, 1, acc);
+      }
+      ++begin;
+    }
+  }
+  for (; begin < end; ++begin) run_panel(job, kernel, begin);
 }
 
 void matmul_panel(const MatmulJob& job, int index, float* acc) {
-  alignas(64) float scratch[kChunk * kPanel];
-  find_accumulate(job.format)(job, job.x, job.rows, index, acc, scratch);
+  kKernels[job.format].accumulate(job, job.x, job.rows, index, acc);
 }
 
 namespace {
 
-// Arguments: x [M, K] f32, w packed, then bias [N] f32 if has_bias, residual [M, N] f32 if has_residual.
-ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, ffi::RemainingArgs more,
-                  ffi::ResultBuffer<ffi::F32> y, int64_t format, int64_t outputs, bool has_bias, bool has_residual,
+ffi::Error bad(const char* what) {
+  return ffi::Error::InvalidArgument(std::string("row_invariant_matmul: ") + what);
+}
+
+// y [T, K] = rows of the weight; the numbers are kept within it.
+ffi::Error take_rows(ffi::ThreadPool& pool, const ffi::AnyBuffer& ids, const ffi::AnyBuffer& w, ffi::AnyBuffer& y,
+                     int64_t format, int64_t outputs) {
+  const auto yd = y.dimensions();
+  const int count = static_cast<int>(ids.element_count());
+  if (yd.size() != 2 || yd[0] != count || outputs == 0) return bad("y and the row numbers do not fit");
+  const Kernel* kernel = find_kernel(format);
+  const size_t depth = yd[1];
+  if (kernel == nullptr || w.size_bytes() != matmul_weight_bytes(format, depth, outputs))
+    return bad("packed weight of the wrong size");
+  if (count == 0) return ffi::Error::Success();
+  const size_t size = kernel->bytes(depth);
+  parallel_for(pool, count, count * depth < 32768 ? 1 : 0, [&](int begin, int end) {
+    for (int i = begin; i < end; ++i) {
+      const int id = std::clamp<int>(static_cast<const int32_t*>(ids.untyped_data())[i], 0, outputs - 1);
+      const uint8_t* panel = static_cast<const uint8_t*>(w.untyped_data()) + id / kPanel * size;
+      kernel->take(panel, static_cast<int>(depth), id % kPanel, static_cast<float*>(y.untyped_data()) + i * depth);
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// Arguments: x [M, K] f32, w packed, then bias [N] f32 if has_bias, residual [M, N] f32 if has_residual. Where x is
+// [T] i32 the result is rows x of the weight instead (one handler: each costs a second to compile).
+ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::RemainingArgs more,
+                  ffi::Result<ffi::AnyBuffer> y, int64_t format, int64_t outputs, bool has_bias, bool has_residual,
                   bool gated, int64_t threads) {
-  const auto bad = [](const char* what) {
-    return ffi::Error::InvalidArgument(std::string("row_invariant_matmul: ") + what);
-  };
+  if (y->element_type() != ffi::F32) return bad("y is not fp32");
+  if (x.element_type() == ffi::S32) return take_rows(pool, x, w, *y, format, outputs);
   const auto xd = x.dimensions(), yd = y->dimensions();
-  if (xd.size() != 2 || yd.size() != 2 || yd[0] != xd[0] || yd[1] != (gated ? outputs / 2 : outputs))
+  if (x.element_type() != ffi::F32 || xd.size() != 2 || yd.size() != 2 || yd[0] != xd[0] ||
+      yd[1] != (gated ? outputs / 2 : outputs))
     return bad("x, y and the number of outputs do not fit");
-  if (find_panel(format, gated) == nullptr || (gated && outputs % (2 * kPanel) != 0))
+  if (find_kernel(format) == nullptr || (gated && outputs % (2 * kPanel) != 0))
     return bad("this format or epilogue does not take these sizes");
   if (w.size_bytes() != matmul_weight_bytes(format, xd[1], outputs)) return bad("packed weight of the wrong size");
-  Job job{x.typed_data(), static_cast<const uint8_t*>(w.untyped_data()), y->typed_data(), nullptr, nullptr,
-          static_cast<int>(xd[0]), static_cast<int>(xd[1]), static_cast<int>(outputs), static_cast<int>(format), gated,
-          static_cast<size_t>(yd[1])};
+  Job job{static_cast<const float*>(x.untyped_data()), static_cast<const uint8_t*>(w.untyped_data()),
+          static_cast<float*>(y->untyped_data()), nullptr, nullptr, static_cast<int>(xd[0]), static_cast<int>(xd[1]),
+          static_cast<int>(outputs), static_cast<int>(format), gated, static_cast<size_t>(yd[1])};
   const size_t wanted = size_t{has_bias} + has_residual;
   if (more.size() != wanted || (gated && has_residual)) return bad("wrong number of epilogue arguments");
   for (size_t i = 0; i < wanted; ++i) {
-    const auto extra = more.get<ffi::Buffer<ffi::F32>>(i);
+    const auto extra = more.get<ffi::AnyBuffer>(i);
     const bool is_bias = has_bias && i == 0;
-    if (!extra.has_value() || extra->element_count() != static_cast<size_t>(is_bias ? outputs : outputs * xd[0]))
+    if (!extra.has_value() || extra->element_type() != ffi::F32 ||
+        extra->element_count() != static_cast<size_t>(is_bias ? outputs : outputs * xd[0]))
       return bad("bias or residual of the wrong type or size");
-    (is_bias ? job.bias : job.residual) = extra->typed_data();
+    (is_bias ? job.bias : job.residual) = static_cast<const float*>(extra->untyped_data());
   }
   if (job.rows == 0 || outputs == 0) return ffi::Error::Success();
   parallel_for(pool, matmul_tasks(job), static_cast<int>(threads),
@@ -396,10 +426,10 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, jetspec::matmul,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .RemainingArgs()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<int64_t>("format")
                                   .Attr<int64_t>("outputs")
                                   .Attr<bool>("has_bias")
@@ -414,4 +444,9 @@ extern "C" void matmul_plain(const float* x, const void* w, float* y, int rows, 
                 false, static_cast<size_t>(outputs)};
   FloatEnv env;
   matmul_run(job, 0, matmul_tasks(job));
+}
+
+// Rows to panels on the calling thread (pack.h); 0 if some value has no exact form.
+extern "C" int matmul_pack(int kind, const void* from, size_t stride, size_t n, size_t k, void* to) {
+  return jetspec::pack_rows(kind, static_cast<const uint8_t*>(from), stride, n, k, static_cast<uint8_t*>(to));
 }

@@ -1,6 +1,10 @@
 """Packed weights: float and quantised matrices in the order in which the kernel reads them."""
 
-from typing import Any, Literal
+import concurrent.futures
+import ctypes
+import dataclasses
+import os
+from typing import Literal
 
 import flax.struct
 import jax
@@ -11,6 +15,7 @@ import numpy as np
 from pallas_kernels import dispatch, native
 from pallas_kernels.row_invariant_matmul import reference, specs
 
+_SHARE = 4 << 20  # bytes from which packing is shared among threads
 _FLOAT_FORMATS: dict[np.dtype, specs.Format] = {
     np.dtype(np.float32): "f32",
     np.dtype(ml_dtypes.bfloat16): "bf16",
@@ -22,7 +27,7 @@ class PackedWeight:
     """A weight [n, k] ready for `matmul`; build it with `pack` or `pack_gguf`.
 
     Attributes:
-      data: layout "panels": [ceil(n / 32), k, 32] float32 or bfloat16, or [ceil(n / 32), k / 32,
+      data: layout "panels": [ceil(n / 32), k, 32] float32 or bfloat16, or [ceil(n / 32), blocks,
         bytes] uint8 for the quantised formats; outputs past n are zero. Layout "rows": [n, k]
         float32 or bfloat16 as stored (XLA only).
       n: outputs.
@@ -73,7 +78,8 @@ def pack(
     n, k = w.shape
     if resolve(implementation) == "xla":
         return PackedWeight(jnp.asarray(w), n, k, form, "rows")
-    return PackedWeight(jax.device_put(reference.pack_array(np.asarray(w))), n, k, form, "panels")
+    kind = "F32" if form == "f32" else "BF16"
+    return PackedWeight(jax.device_put(pack_panels(np.asarray(w), kind)), n, k, form, "panels")
 
 
 def pack_gguf(
@@ -83,7 +89,7 @@ def pack_gguf(
 
     Args:
       blocks: [n, bytes per row] uint8, the tensor's data as `gguf.GGUFReader` gives it.
-      kind: "Q8_0", "Q4_0" or "Q4_1".
+      kind: "Q8_0", "Q4_0", "Q4_1", "Q4_K" or "Q6_K".
       implementation: as in `matmul`; where it resolves to XLA the weight is stored dequantised, as
         float32 rows.
 
@@ -98,19 +104,68 @@ def pack_gguf(
         raise native.KernelError(
             f"cannot pack GGUF kind {kind!r}: use one of {', '.join(specs.GGUF_KINDS)}"
         )
-    form: Any
-    form, size = specs.GGUF_KINDS[kind]
+    form, size, _ = specs.GGUF_KINDS[kind]
     if blocks.ndim != 2 or blocks.dtype != np.uint8 or blocks.shape[1] % size:
         raise native.KernelError(
             f"cannot pack {kind} data of shape {blocks.shape} and dtype {blocks.dtype}: "
             f"need [n, multiple of {size}] uint8"
         )
-    n, k = blocks.shape[0], blocks.shape[1] // size * specs.BLOCK
-    data = jnp.asarray(reference.pack_gguf_array(blocks, kind))
-    packed = PackedWeight(data, n, k, form, "panels")
+    n, k = blocks.shape[0], blocks.shape[1] // size * specs.DEPTH[form]
     if resolve(implementation) == "xla":
-        return PackedWeight(unpack(packed), n, k, "f32", "rows")
-    return packed
+        data = jnp.asarray(reference.pack_gguf_array(blocks, kind))
+        return PackedWeight(unpack(PackedWeight(data, n, k, form)), n, k, "f32", "rows")
+    return PackedWeight(jax.device_put(pack_panels(blocks, kind)), n, k, form, "panels")
+
+
+def pack_panels(rows: np.ndarray, kind: str, out: np.ndarray | None = None) -> np.ndarray:
+    """Rows in panels, by the native library: `pack` and `pack_gguf` without the wrapping.
+
+    Args:
+      rows: [n, k] float32 or bfloat16, or [n, bytes] GGUF blocks; rows may be apart in memory.
+      kind: "F32", "BF16" or a kind of `pack_gguf`.
+      out: [ceil(n / 32), ...] panels to write, e.g. a slice of a larger array; by default a new
+        array, aligned so that `jax.device_put` adopts it without a copy.
+
+    Returns:
+      The panels: `PackedWeight.data` as numpy array.
+
+    Raises:
+      native.KernelError: values that have no exact packed form (Q4_0), an `out` that does not fit,
+      or no native library.
+    """
+    form: specs.Format = specs.GGUF_KINDS[kind].format if kind in specs.GGUF_KINDS else "f32"
+    form = "bf16" if kind == "BF16" else form
+    shape, dtype, k = reference.panel_shape(rows, kind, form)
+    if out is None:
+        out = reference.aligned_empty(shape, dtype)
+    if out.shape != shape or out.dtype != dtype or not out.flags.c_contiguous:
+        raise native.KernelError(
+            f"cannot pack into {out.dtype} {out.shape}: need contiguous {dtype} {shape}"
+        )
+    if rows.strides[1] != rows.itemsize:
+        rows = np.ascontiguousarray(rows)
+    number = specs.GGUF_KINDS[kind].number if kind in specs.GGUF_KINDS else specs.FORMAT_ID[form]
+    call = native.library().handle.matmul_pack
+    step = -(-len(out) // (os.cpu_count() or 1)) if out.nbytes > _SHARE else max(1, len(out))
+
+    def work(panel: int) -> bool:
+        part = rows[panel * specs.PANEL : (panel + step) * specs.PANEL]
+        size = [ctypes.c_size_t(v) for v in (rows.strides[0], len(part), k)]
+        return bool(call(number, _address(part), *size, _address(out[panel:])))
+
+    starts = range(0, len(out), step)
+    if len(starts) > 1:  # the library lets go of the interpreter
+        with concurrent.futures.ThreadPoolExecutor(len(starts)) as pool:
+            good = all(list(pool.map(work, starts)))
+    else:
+        good = all(work(start) for start in starts)
+    if not good:
+        raise native.KernelError(reference.Q4_0_RANGE)
+    return out
+
+
+def _address(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
 
 
 def unpack(packed: PackedWeight) -> jax.Array:
@@ -120,16 +175,8 @@ def unpack(packed: PackedWeight) -> jax.Array:
     return reference.unpack_array(_panels(packed.data, packed.format), packed.n)
 
 
-def take_rows(packed: PackedWeight, ids: jax.Array) -> jax.Array:
-    """Rows of the weight, e.g. token embeddings of a tied LM head, read from the packed form.
-
-    Args:
-      packed: weight [n, k].
-      ids: [...] int in [0, n).
-
-    Returns:
-      [..., k] in the weight's float dtype (float32 for the quantised formats).
-    """
+def take_rows_xla(packed: PackedWeight, ids: jax.Array) -> jax.Array:
+    """The XLA form of `take_rows`."""
     if packed.layout == "rows":
         return packed.data[ids]
     panel, lane = ids // specs.PANEL, ids % specs.PANEL
@@ -166,7 +213,7 @@ def gather(packed: PackedWeight, ids: np.ndarray) -> PackedWeight:
         rows = data[ids]
     else:
         rows = reference.gather_array(data, packed.format, ids)
-    return packed.replace(data=jax.device_put(rows), n=ids.size)
+    return dataclasses.replace(packed, data=jax.device_put(rows), n=ids.size)
 
 
 def _panels(data: jax.Array, form: str) -> jax.Array:

@@ -7,20 +7,30 @@ import numpy as np
 from pallas_kernels.native import KernelError
 from pallas_kernels.row_invariant_matmul import specs
 
+Q4_0_RANGE = "cannot pack Q4_0 data: a scale above 8188 (or not finite) has no exact offset"
+
+
+def panel_shape(
+    rows: np.ndarray, kind: str, form: specs.Format
+) -> tuple[tuple[int, ...], np.dtype, int]:
+    """Shape and dtype of the panels of these rows, and the number of inputs."""
+    count, size = specs.panels(rows.shape[0]), rows.shape[1]
+    if form in ("f32", "bf16"):
+        return (count, size, specs.PANEL), rows.dtype, size
+    blocks = size // specs.GGUF_KINDS[kind].size
+    shape = (count, blocks, specs.block_bytes(form))
+    return shape, np.dtype(np.uint8), blocks * specs.DEPTH[form]
+
 
 def pack_array(w: np.ndarray) -> np.ndarray:
     """[N, K] -> [ceil(N / 32), K, 32], zero padded: the order in which the kernel reads."""
     n, k = w.shape
-    count, whole = specs.panels(n), n // specs.PANEL
-    packed = _aligned_empty((count, k, specs.PANEL), w.dtype)
-    packed[:whole] = w[: whole * specs.PANEL].reshape(whole, specs.PANEL, k).transpose(0, 2, 1)
-    if whole < count:
-        packed[whole] = 0
-        packed[whole, :, : n - whole * specs.PANEL] = w[whole * specs.PANEL :].T
-    return packed
+    packed = np.zeros((specs.panels(n) * specs.PANEL, k), w.dtype)
+    packed[:n] = w
+    return np.ascontiguousarray(packed.reshape(specs.panels(n), specs.PANEL, k).transpose(0, 2, 1))
 
 
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Uninitialised array at a 64-byte boundary: `jax.device_put` adopts such a buffer without a
     copy on CPU.
     """
@@ -37,40 +47,66 @@ def unpack_array(data: jax.Array, n: int) -> jax.Array:
 
 
 def pack_gguf_array(blocks: np.ndarray, kind: str) -> np.ndarray:
-    """GGUF rows [N, bytes] uint8 -> [ceil(N / 32), K / 32, bytes] uint8, laid out as in cpu.cc."""
-    form, size = specs.GGUF_KINDS[kind]
+    """GGUF rows [N, bytes] uint8 -> [ceil(N / 32), blocks, bytes] uint8: layout of formats.h."""
+    form, size, _ = specs.GGUF_KINDS[kind]
     n, per_row = blocks.shape[0], blocks.shape[1] // size
-    padded = np.zeros((specs.panels(n) * specs.PANEL, per_row, size), np.uint8)
-    padded[:n] = blocks.reshape(n, per_row, size)
-    # [panel, output, block, byte] -> [panel, block, output, byte]
-    tiles = padded.reshape(-1, specs.PANEL, per_row, size).transpose(0, 2, 1, 3)
-    count = tiles.shape[0]
-    scale = tiles[..., 0:2].reshape(count, per_row, -1)
-    if form == "q8_0":
-        quants = tiles[..., 2:].transpose(0, 1, 3, 2).reshape(count, per_row, -1)
-        return np.concatenate([scale, quants], axis=-1)
-    if kind == "Q4_1":
-        minimum, packed = tiles[..., 2:4], tiles[..., 4:]
-    else:
-        d = np.ascontiguousarray(tiles[..., 0:2]).view(np.float16).astype(np.float32)
-        offset = (-8.0 * d).astype(np.float16)
+    rows = blocks.reshape(n, per_row, size)
+    if kind == "Q4_0":
+        d = np.ascontiguousarray(rows[..., 0:2]).view(np.float16).astype(np.float32)
+        with np.errstate(over="ignore"):
+            offset = (-8.0 * d).astype(np.float16)
         if not np.array_equal(offset.astype(np.float32), -8.0 * d):
-            raise KernelError(
-                "cannot pack Q4_0 data: a scale above 8188 (or not finite) has no exact offset"
-            )
-        minimum, packed = offset.view(np.uint8), tiles[..., 2:]
-    # GGUF: byte i holds inputs i (low nibble) and i + 16 (high). Here byte p holds inputs 2 p and 2
-    # p + 1.
-    values = np.concatenate([packed & 15, packed >> 4], axis=-1)
-    pairs = values[..., 0::2] | (values[..., 1::2] << 4)
-    quants = pairs.transpose(0, 1, 3, 2).reshape(count, per_row, -1)
-    return np.concatenate([scale, minimum.reshape(count, per_row, -1), quants], axis=-1)
+            raise KernelError(Q4_0_RANGE)
+        rows = np.concatenate([rows[..., 0:2], offset.view(np.uint8), rows[..., 2:]], axis=-1)
+    count = specs.panels(n)
+    padded = np.zeros((count * specs.PANEL, per_row, rows.shape[-1]), np.uint8)
+    padded[:n] = rows
+    tiles = padded.reshape(count, specs.PANEL, per_row, rows.shape[-1])
+    # [panel, output, block, byte] -> [panel, block, output, byte]
+    tiles = tiles.transpose(0, 2, 1, 3)
+
+    def row(values: np.ndarray) -> np.ndarray:  # [..., output, w bytes] -> [..., 32 w]
+        return values.reshape(*tiles.shape[:2], int(np.prod(values.shape[2:])))
+
+    def nibbles(values: np.ndarray) -> np.ndarray:  # [..., output, 32 inputs] -> [..., 512]
+        groups = values.reshape(*values.shape[:3], 4, 4, 2)
+        pairs = groups[..., 0] | groups[..., 1] << 4
+        return row(pairs.swapaxes(2, 3))  # [..., group, output, 4 bytes]
+
+    if form == "q8_0":
+        return np.concatenate([row(tiles[..., :2]), row(tiles[..., 2:].swapaxes(2, 3))], axis=-1)
+    if form == "q4_1":
+        packed = tiles[..., 4:]
+        # byte i of the file holds inputs i (low nibble) and i + 16 (high)
+        values = np.concatenate([packed & 15, packed >> 4], axis=-1)
+        parts = [nibbles(values), row(tiles[..., 0:2]), row(tiles[..., 2:4])]
+        return np.concatenate(parts, axis=-1)
+    if form == "q4_k":
+        scales, bits = tiles[..., 4:16], tiles[..., 16:]
+        low, high, rest = scales[..., 0:4], scales[..., 4:8], scales[..., 8:12]
+        s = np.concatenate([low & 63, (rest & 15) | (low >> 6 << 4)], axis=-1)
+        t = np.concatenate([high & 63, (rest >> 4) | (high >> 6 << 4)], axis=-1)
+        parts = [row(tiles[..., 0:2]), row(tiles[..., 2:4])]
+        for i in range(8):
+            chunk = bits[..., i // 2 * 32 : i // 2 * 32 + 32]
+            parts += [nibbles(chunk >> i % 2 * 4 & 15), row(s[..., i]), row(t[..., i])]
+        return np.concatenate(parts, axis=-1)
+    low, high, scales = tiles[..., :128], tiles[..., 128:192], tiles[..., 192:208]
+    parts = [row(tiles[..., 208:210])]
+    for i in range(8):
+        half, part = i // 4, i % 4
+        chunk = low[..., half * 64 + part % 2 * 32 :][..., :32] >> part // 2 * 4 & 15
+        upper = high[..., half * 32 : half * 32 + 32] >> 2 * part & 3
+        fours = upper.reshape(*upper.shape[:3], 4, 2, 4) << np.arange(0, 8, 2, dtype=np.uint8)
+        shorts = np.bitwise_or.reduce(fours, axis=-1).swapaxes(2, 3)
+        parts += [nibbles(chunk), row(shorts), row(scales[..., 2 * i : 2 * i + 2].swapaxes(2, 3))]
+    return np.concatenate(parts, axis=-1)
 
 
 def gather_array(data: np.ndarray, form: str, ids: np.ndarray) -> np.ndarray:
     """Outputs `ids` of packed panels as packed panels of the same format."""
     count = specs.panels(ids.size)
-    to = _aligned_empty((count, *data.shape[1:]), data.dtype)
+    to = aligned_empty((count, *data.shape[1:]), data.dtype)
     if ids.size % specs.PANEL:
         to[-1] = 0
     start = 0
@@ -95,26 +131,55 @@ def _bytes(data: np.ndarray, form: str) -> np.ndarray:
     return data.reshape(-1).view(np.uint8).reshape(data.shape[0], blocks, size)
 
 
-def _halves(data: jax.Array, start: int) -> jax.Array:
-    """32 float16 values at byte `start` of each block, as float32: [..., 32]."""
-    raw = data[..., start : start + 2 * specs.PANEL].reshape(*data.shape[:-1], specs.PANEL, 2)
-    return jax.lax.bitcast_convert_type(raw, jnp.float16).astype(jnp.float32)
-
-
 def dequantize_panels(data: jax.Array, form: str) -> jax.Array:
-    """[..., K / 32, bytes] uint8 -> [..., K, 32] float32, the values the kernel uses."""
-    lead, blocks = data.shape[:-2], data.shape[-2]
-    scale = _halves(data, 0)[..., None, :]
+    """[..., blocks, bytes] uint8 -> [..., K, 32] float32, the values the kernel uses."""
+    at = 0
+
+    def take(rows: int, dtype: jnp.dtype) -> jax.Array:
+        """The next rows of 32 outputs: [..., blocks, rows, 32]."""
+        nonlocal at
+        width = jnp.dtype(dtype).itemsize
+        size = rows * specs.PANEL * width
+        raw = data[..., at : at + size].reshape(*data.shape[:-1], rows, specs.PANEL, width)
+        at += size
+        return jax.lax.bitcast_convert_type(raw[..., 0] if width == 1 else raw, dtype)
+
+    def floats(rows: int, dtype: jnp.dtype) -> jax.Array:
+        return take(rows, dtype).astype(jnp.float32)
+
+    def fields(rows: int, dtype: jnp.dtype, bits: int) -> jax.Array:
+        """Eight fields of `bits` bits in every number: [..., blocks, 8 rows, 32]."""
+        numbers = take(rows, dtype)[..., None, :]
+        shifts = jnp.arange(0, 8 * bits, bits, dtype=dtype).reshape(
+            *(1,) * (numbers.ndim - 2), 8, 1
+        )
+        values = numbers >> shifts & jnp.asarray(2**bits - 1, dtype)
+        return values.reshape(*data.shape[:-1], 8 * rows, specs.PANEL).astype(jnp.int32)
+
+    f16, u8, i8, u16, u32 = jnp.float16, jnp.uint8, jnp.int8, jnp.uint16, jnp.uint32
     if form == "q8_0":
-        q = jax.lax.bitcast_convert_type(data[..., 64:], jnp.int8)
-        values = q.reshape(*lead, blocks, specs.BLOCK, specs.PANEL).astype(jnp.float32) * scale
+        scale = floats(1, f16)
+        values = floats(32, i8) * scale
+    elif form == "q4_1":
+        q = fields(4, u32, 4)
+        values = q.astype(jnp.float32) * floats(1, f16) + floats(1, f16)
+    elif form == "q4_k":
+        d, m = floats(1, f16), floats(1, f16)
+        parts = []
+        for _ in range(8):
+            q = fields(4, u32, 4)
+            parts.append(q.astype(jnp.float32) * (d * floats(1, u8)) - m * floats(1, u8))
+        values = jnp.concatenate(parts, axis=-2)
     else:
-        minimum = _halves(data, 64)[..., None, :]
-        packed = data[..., 128:].reshape(*lead, blocks, specs.BLOCK // 2, 1, specs.PANEL)
-        q = jnp.concatenate([packed & 15, packed >> 4], axis=-2)
-        q = q.reshape(*lead, blocks, specs.BLOCK, specs.PANEL)
-        values = q.astype(jnp.float32) * scale + minimum
-    return values.reshape(*lead, blocks * specs.BLOCK, specs.PANEL)
+        d = floats(1, f16)
+        parts = []
+        for _ in range(8):
+            q = fields(4, u32, 4) + (fields(4, u16, 2) << 4) - 32
+            scale = jnp.repeat(d * floats(2, i8), 16, axis=-2)
+            parts.append(q.astype(jnp.float32) * scale)
+        values = jnp.concatenate(parts, axis=-2)
+    depth = data.shape[-2] * specs.DEPTH[form]
+    return values.reshape(*data.shape[:-2], depth, specs.PANEL)
 
 
 def matmul_panels(x: jax.Array, data: jax.Array, n: int) -> jax.Array:

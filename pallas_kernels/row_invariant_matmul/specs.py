@@ -6,22 +6,36 @@ OP = "row_invariant_matmul"
 PANEL = 32  # outputs beside each other in a packed panel; cpu.cc names the same number
 BLOCK = 32  # inputs that share a scale in the quantised formats
 
-Format = Literal["f32", "bf16", "q8_0", "q4_1"]
-# Number of each format in cpu.cc.
-FORMAT_ID: dict[str, int] = {"f32": 0, "bf16": 1, "q8_0": 2, "q4_1": 3}
+Format = Literal["f32", "bf16", "q8_0", "q4_1", "q4_k", "q6_k"]
+# Number of each format in cpu.cc; formats.h has the layouts.
+FORMAT_ID: dict[str, int] = {"f32": 0, "bf16": 1, "q8_0": 2, "q4_1": 3, "q4_k": 4, "q6_k": 5}
 # A block as it lies in memory: (number of rows of 32 outputs, bytes of an output in such a row).
 ROWS: dict[str, tuple[tuple[int, int], ...]] = {
     "f32": ((1, 4),),
     "bf16": ((1, 2),),
     "q8_0": ((1, 2), (32, 1)),  # scale; one input a row
-    "q4_1": ((2, 2), (16, 1)),  # scale, minimum; two inputs a row
+    "q4_1": ((4, 4), (2, 2)),  # eight inputs a row; scale, minimum
+    "q4_k": ((2, 2), *(((4, 4), (2, 1)) * 8)),
+    "q6_k": ((1, 2), *(((4, 4), (4, 2), (2, 1)) * 8)),
 }
-# GGUF block kinds that can be packed, the format each becomes and the bytes of its block of 32
-# weights.
-GGUF_KINDS: dict[str, tuple[str, int]] = {
-    "Q8_0": ("q8_0", 34),
-    "Q4_1": ("q4_1", 20),
-    "Q4_0": ("q4_1", 18),  # q * d + (-8 d): the same values, both terms exact in float16
+# Inputs of a block.
+DEPTH: dict[str, int] = {"f32": 1, "bf16": 1, "q8_0": 32, "q4_1": 32, "q4_k": 256, "q6_k": 256}
+
+
+class Kind(NamedTuple):
+    """A kind of GGUF block that can be packed."""
+
+    format: Format
+    size: int  # bytes of a block of DEPTH[format] weights
+    number: int  # in cpu.cc
+
+
+GGUF_KINDS: dict[str, Kind] = {
+    "Q8_0": Kind("q8_0", 34, 2),
+    "Q4_1": Kind("q4_1", 20, 3),
+    "Q4_K": Kind("q4_k", 144, 4),
+    "Q6_K": Kind("q6_k", 210, 5),
+    "Q4_0": Kind("q4_1", 18, 6),  # q * d + (-8 d): the same values, both terms exact in float16
 }
 
 
@@ -44,7 +58,7 @@ SMOLLM2_135M = (
 
 
 def block_bytes(form: str) -> int:
-    """Bytes of one block: 32 outputs, and 1 (float formats) or 32 inputs."""
+    """Bytes of one block: 32 outputs and DEPTH[form] inputs."""
     return sum(rows * width * PANEL for rows, width in ROWS[form])
 
 

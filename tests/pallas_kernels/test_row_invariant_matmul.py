@@ -1,12 +1,14 @@
 """The projection kernel: exact bits, row invariance, formats, epilogues, batching, fallback."""
 
 import ctypes
+import functools
 import os
 import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
 
+import gguf
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -21,6 +23,7 @@ from pallas_kernels.row_invariant_matmul import reference, specs
 
 ROOT = Path(__file__).resolve().parents[2]
 GGUF_KINDS = tuple(specs.GGUF_KINDS)
+FORMATS = ("f32", "bf16", "Q8_0", "Q4_1", "Q4_K", "Q6_K")  # by their number in cpu.cc
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -32,25 +35,16 @@ def bits(a: jax.Array | np.ndarray) -> np.ndarray:
 
 
 def gguf_blocks(seed: int, n: int, k: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Random blocks [n, bytes] and their values [n, k] by the definition of the file format."""
+    """Random blocks [n, bytes] and their values [n, k] by the `gguf` package."""
+    form, size, _ = specs.GGUF_KINDS[kind]
     rng = np.random.default_rng(seed)
-    count = k // 32
-    d = rng.standard_normal((n, count)).astype(np.float16)
-    m = rng.standard_normal((n, count)).astype(np.float16)
-    halves = [d] if kind != "Q4_1" else [d, m]
-    head = np.concatenate([h[..., None].view(np.uint8) for h in halves], axis=-1)
-    if kind == "Q8_0":
-        q = rng.integers(-128, 128, (n, count, 32)).astype(np.int8)
-        body, levels = q.view(np.uint8), q.astype(np.float32)
-    else:
-        body = rng.integers(0, 256, (n, count, 16)).astype(np.uint8)
-        levels = np.concatenate([body & 15, body >> 4], axis=-1).astype(np.float32)
-        if kind == "Q4_0":
-            levels -= 8
-    values = levels * d.astype(np.float32)[..., None]
-    if kind == "Q4_1":
-        values += m.astype(np.float32)[..., None]
-    blocks = np.concatenate([head, body], axis=-1).reshape(n, -1)
+    blocks = rng.integers(0, 256, (n, k // specs.DEPTH[form], size), dtype=np.uint8)
+    halves = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}[kind]
+    for at in halves:
+        scale = rng.standard_normal(blocks.shape[:2]).astype(np.float16)
+        blocks[..., at : at + 2] = scale[..., None].view(np.uint8)
+    blocks = blocks.reshape(n, blocks.shape[1] * size)
+    values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
     return blocks, values.reshape(n, k)
 
 
@@ -114,8 +108,10 @@ def test_equals_the_sequential_sum(m: int, n: int, k: int, form: str, threads: i
 def test_gguf_formats_equal_their_dequantised_values(
     m: int, n: int, blocks: int, kind: str
 ) -> None:
-    packed, w = packed_as(kind, m, n, blocks * 32)
-    x = normal(2, m, blocks * 32)
+    depth = specs.DEPTH[specs.GGUF_KINDS[kind].format]
+    k = blocks * depth if depth == 32 else -(-blocks // 3) * depth
+    packed, w = packed_as(kind, m, n, k)
+    x = normal(2, m, k)
     ids = np.random.default_rng(m).integers(0, n, (2, 3))
 
     @jax.jit
@@ -131,6 +127,8 @@ def test_gguf_formats_equal_their_dequantised_values(
 @pytest.mark.parametrize("form", ["f32", "bf16", *GGUF_KINDS])
 def test_row_bits_depend_on_the_row_alone(form: str) -> None:
     n, k = 200, 608  # a partial panel; several chunks and a partial one
+    if form in ("Q4_K", "Q6_K"):
+        k = 512
     packed, _ = packed_as(form, 3, n, k)
     x = normal(4, 300, k)
     whole = bits(rim.matmul(jnp.asarray(x), packed, implementation="cpu"))
@@ -146,13 +144,14 @@ def test_narrower_vectors_give_the_same_bits(form: int) -> None:
     if form == 2 and "avx2" not in native.cpu_identity():
         form = 0
     narrow = native.library((f"-DJETSPEC_FORM={form}", "-O1")).handle
-    n, k = 70, 416
-    x = normal(6, 33, k)
-    for number, name in enumerate(("f32", "bf16", "Q8_0", "Q4_1")):
+    for number, name in enumerate(FORMATS):
+        n, k = 70, 512 if name in ("Q4_K", "Q6_K") else 416
         packed, _ = packed_as(name, 7, n, k)
-        expected = rim.matmul(jnp.asarray(x), packed, implementation="cpu")
-        got = call_plain(narrow, x, np.asarray(packed.data), n, number)
-        np.testing.assert_array_equal(bits(got), bits(expected), err_msg=name)
+        for m in (1, 5, 33):
+            x = normal(6, m, k)
+            expected = rim.matmul(jnp.asarray(x), packed, implementation="cpu")
+            got = call_plain(narrow, x, np.asarray(packed.data), n, number)
+            np.testing.assert_array_equal(bits(got), bits(expected), err_msg=f"{name} M={m}")
 
 
 def call_plain(
@@ -176,12 +175,77 @@ def call_plain(
 
 
 @pytest.mark.parametrize("offset", [0, 4, 20, 60])
-@pytest.mark.parametrize(("number", "name"), list(enumerate(("f32", "bf16", "Q8_0", "Q4_1"))))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(FORMATS)))
 def test_misaligned_buffers(offset: int, number: int, name: str) -> None:
-    packed, w = packed_as(name, 8, 45, 160)
-    x = normal(9, 19, 160)
-    got = call_plain(native.library().handle, x, np.asarray(packed.data), 45, number, offset)
-    np.testing.assert_array_equal(got, reference.matmul_sequential(x, w))
+    k = 256 if name in ("Q4_K", "Q6_K") else 160
+    packed, w = packed_as(name, 8, 77, k)
+    for m in (1, 4, 19):
+        x = normal(9, m, k)
+        got = call_plain(native.library().handle, x, np.asarray(packed.data), 77, number, offset)
+        np.testing.assert_array_equal(got, reference.matmul_sequential(x, w))
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16", *GGUF_KINDS])
+@pytest.mark.parametrize("n", [0, 5, 101])
+def test_native_packing_is_the_layout_of_the_reference(kind: str, n: int) -> None:
+    if kind in GGUF_KINDS:
+        size = specs.GGUF_KINDS[kind].size
+        rows = np.zeros((0, size), np.uint8) if n == 0 else gguf_blocks(n, n, 512, kind)[0]
+        rows[: n // 2, :2] = np.float16(1e-6).view(np.uint16).reshape(1).view(np.uint8)  # subnormal
+        expected = reference.pack_gguf_array(rows, kind)
+    else:
+        rows = normal(n, n, 130).astype(np.float32 if kind == "F32" else ml_dtypes.bfloat16)
+        expected = reference.pack_array(rows)
+    got = rim.pack_panels(rows, kind)
+    assert got.dtype == expected.dtype and (n == 0 or got.ctypes.data % 64 == 0)
+    np.testing.assert_array_equal(got.view(np.uint8), expected.view(np.uint8))
+    apart = np.concatenate([rows, rows], axis=1)[:, : rows.shape[1]]  # rows of a larger array
+    np.testing.assert_array_equal(rim.pack_panels(apart, kind), got)
+    every_other = np.repeat(rows, 2, axis=1)[:, ::2]
+    into = np.ones((len(got) + 1, *got.shape[1:]), got.dtype)
+    rim.pack_panels(every_other, kind, into[1:])
+    np.testing.assert_array_equal(into[1:], got)
+    assert (into[0] == 1).all()
+    with pytest.raises(native.KernelError, match="cannot pack into"):
+        rim.pack_panels(rows, kind, into)
+
+
+def test_packing_of_large_weights_is_shared_and_adopted() -> None:
+    w = normal(0, 2077, 1031)
+    packed = rim.pack(w, "cpu")
+    np.testing.assert_array_equal(np.asarray(packed.data), reference.pack_array(w))
+    panels = rim.pack_panels(w, "F32")
+    assert jax.device_put(panels).unsafe_buffer_pointer() == panels.ctypes.data
+
+
+def test_q4_0_scales_without_an_exact_offset_are_refused() -> None:
+    blocks, _ = gguf_blocks(0, 40, 64, "Q4_0")
+    for scale in (8192.0, np.inf, np.nan):
+        blocks[39, 18:20] = np.float16(scale).view(np.uint16).reshape(1).view(np.uint8)
+        with pytest.raises(native.KernelError, match="above 8188"):
+            rim.pack_gguf(blocks, "Q4_0", "cpu")
+    blocks[39, 18:20] = np.float16(-8188.0).view(np.uint16).reshape(1).view(np.uint8)
+    assert rim.pack_gguf(blocks, "Q4_0", "cpu").shape == (40, 64)
+
+
+@pytest.mark.parametrize("form", ["f32", "bf16", *GGUF_KINDS])
+@pytest.mark.parametrize("implementation", ["cpu", "xla"])
+def test_take_rows(form: str, implementation: dispatch.Implementation) -> None:
+    packed, w = packed_as(form, 27, 70, 256)
+    take = functools.partial(rim.take_rows, implementation=implementation)
+    ids = np.random.default_rng(0).integers(0, 70, (3, 4, 11))
+    got = jax.jit(take)(packed, jnp.asarray(ids))
+    assert got.dtype == (jnp.bfloat16 if form == "bf16" else jnp.float32)
+    np.testing.assert_array_equal(np.asarray(got), w[ids])
+    each = jax.vmap(take, in_axes=(None, 0))(packed, jnp.asarray(ids))
+    np.testing.assert_array_equal(np.asarray(each), w[ids])
+    weights = jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), packed)
+    both = jax.vmap(take)(weights, jnp.asarray(ids[:2, 0]))
+    np.testing.assert_array_equal(np.asarray(both[0]), w[ids[0, 0]])
+    mirrored = packed.replace(data=packed.data[::-1])
+    np.testing.assert_array_equal(np.asarray(both[1]), np.asarray(take(mirrored, ids[1, 0])))
+    assert take(packed, jnp.zeros((0,), int)).shape == (0, 256)
+    assert take(packed, jnp.int32(69)).shape == (256,)
 
 
 def test_nan_inf_and_subnormals_stay_in_their_row_and_column() -> None:
@@ -227,8 +291,14 @@ def test_gate(half: int) -> None:
     if half % 32 == 0:  # fused: row invariant
         one = rim.gated_matmul(jnp.asarray(x[7]), packed, implementation="cpu", threads=1)
         np.testing.assert_array_equal(bits(one), bits(got[7]))
-    xla = rim.gated_matmul(jnp.asarray(x), packed, implementation="xla")
-    np.testing.assert_allclose(np.asarray(xla), exact, rtol=1e-4, atol=1e-3)
+    bias = normal(18, 2 * half)
+    for way, rtol in (("cpu", 1e-6), ("xla", 1e-4)):
+        plain = rim.gated_matmul(jnp.asarray(x), packed, implementation=way)
+        np.testing.assert_allclose(np.asarray(plain), exact, rtol=rtol, atol=1e-3)
+        moved = rim.gated_matmul(jnp.asarray(x), packed, bias=jnp.asarray(bias), implementation=way)
+        sums = (both.astype(np.float32) + bias).astype(np.float64)
+        g, v = sums[:, :half], sums[:, half:]
+        np.testing.assert_allclose(np.asarray(moved), g / (1 + np.exp(-g)) * v, rtol, atol=1e-3)
 
 
 def test_gate_of_special_values() -> None:
@@ -297,20 +367,20 @@ def test_pack_round_trip(implementation: str, dtype: type) -> None:
 @pytest.mark.parametrize("form", ["f32", "bf16", *GGUF_KINDS])
 @pytest.mark.parametrize("implementation", ["cpu", "xla"])
 def test_gather_takes_rows_as_they_are(form: str, implementation: str) -> None:
-    packed, _ = packed_as(form, 25, 70, 96, implementation)
+    packed, _ = packed_as(form, 25, 70, 256, implementation)
     values = np.asarray(rim.unpack(packed))
     rng = np.random.default_rng(0)
     for ids in ([3], [], range(70), rng.integers(0, 70, 45), rng.permutation(70)[:64]):
         chosen = np.asarray(ids, np.int32)
         got = rim.gather(packed, chosen)
-        assert got.shape == (chosen.size, 96)
+        assert got.shape == (chosen.size, 256)
         assert (got.format, got.layout) == (packed.format, packed.layout)
         np.testing.assert_array_equal(np.asarray(rim.unpack(got)), values[chosen])
     assert got.nbytes == (packed.nbytes * 2 // 3 if implementation == "cpu" else values[:64].nbytes)
-    x = normal(26, 3, 96)
-    product = np.asarray(rim.matmul(jnp.asarray(x), packed))[:, chosen]
-    again = np.asarray(rim.matmul(jnp.asarray(x), got))
-    np.testing.assert_allclose(again, product, rtol=1e-5, atol=1e-4)
+    if implementation == "cpu":
+        x = jnp.asarray(normal(26, 3, 256))
+        product = np.asarray(rim.matmul(x, packed))[:, chosen]
+        np.testing.assert_array_equal(np.asarray(rim.matmul(x, got)), product)
 
 
 def test_errors_are_one_line() -> None:
@@ -327,6 +397,7 @@ def test_errors_are_one_line() -> None:
         (lambda: rim.pack(np.zeros(4, np.float32)), "float32 or bfloat16"),
         (lambda: rim.pack_gguf(np.zeros((4, 20), np.uint8), "Q5_K"), "use one of"),
         (lambda: rim.pack_gguf(np.zeros((4, 19), np.uint8), "Q4_1"), "multiple of 20"),
+        (lambda: rim.gated_matmul(x, packed, bias=jnp.zeros(31)), "bias of shape"),
         (lambda: rim.gather(packed, np.zeros((1, 2), int)), "need .count. int"),
         (lambda: rim.gather(packed, np.zeros(2)), "need .count. int"),
         (lambda: rim.gather(packed, np.array([3, 32])), "rows 3 to 32 of a weight with 32"),
