@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 def _norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    weight = jnp.broadcast_to(weight, x.shape)
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * weight
 
 
@@ -51,7 +52,7 @@ def decoder_stack(
     batch, rows, _ = x.shape
     there = jnp.arange(rows)[None, :] < counts[:, None]  # [B, T]
     mask = mask & there[:, :, None] & there[:, None, :]
-    angle = positions.astype(jnp.float32)[..., None] * inv_freq
+    angle = positions.astype(jnp.float32)[..., None] * inv_freq[None, None]
     cos, sin = (f(angle)[:, :, None] * geometry.rope_scale for f in (jnp.cos, jnp.sin))
     groups = geometry.heads // geometry.kv_heads
     x = jnp.where(there[..., None], x, 0.0)
@@ -121,6 +122,23 @@ def norm_exact(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     n = np.float32(x.shape[-1])
     r = np.float32(1) / np.sqrt(lane_dot(x, x) / n + np.float32(eps))
     return x * r[..., None] * weight
+
+
+def silu_exact(gate: np.ndarray) -> np.ndarray:
+    """gate * sigmoid(gate) with the bits of the matmul's gate (its `exp_negative`); float32."""
+    gate = np.asarray(gate, np.float32)
+    x = np.maximum(-np.abs(gate), np.float32(-104))
+    shifted = fma(x, np.float32(1.44269504), np.float32(12582912))
+    n = shifted - np.float32(12582912)
+    r = fma(n, np.float32(-0.693145752), x)
+    r = fma(n, np.float32(-1.42860677e-6), r)
+    p = np.float32(1.98412698e-4)
+    for c in (1.38888889e-3, 8.33333333e-3, 4.16666667e-2, 1.66666667e-1, 0.5, 1.0, 1.0):
+        p = fma(p, r, np.float32(c))
+    half = np.trunc(n / 2)  # both powers are normal; their product need not be
+    e = np.ldexp(np.ldexp(p, half.astype(np.int32)), (n - half).astype(np.int32))
+    one = np.float32(1)
+    return gate * (np.where(gate < 0, e, one) / (one + e))
 
 
 def row_exact(
