@@ -126,7 +126,7 @@ void rank_task(Call& c, int level, int task) {
         std::memcpy(mixed, base + panel * kPanel, kPanel * sizeof(float));
       }
       const float least = part.best.least();
-      bool news = false;
+      bool news = part.best.count < c.width;  // also -inf and NaN fill places: every entry that is read is set
       for (int n = 0; n < kPanel; n += kLanes) top = vmax(top, load(mixed + n));
       for (int n = 0; n < kPanel; ++n) news |= mixed[n] > least;
       if (news)
@@ -136,10 +136,11 @@ void rank_task(Call& c, int level, int task) {
     store(lane, top);
     part.top = lane[0];
     for (int i = 1; i < kLanes; ++i) part.top = std::max(part.top, lane[i]);
+    part.excess = 0;
+    if (part.top == -std::numeric_limits<float>::infinity()) continue;  // -inf - -inf is NaN, but e^-inf is 0
     Vec sum = zero();
     for (int n = 0; n < (to - from) * kPanel; n += kLanes) sum = sum + exp_negative(load(value + n) - splat(part.top));
     store(lane, sum);
-    part.excess = 0;
     for (int i = 0; i < kLanes; ++i) part.excess += lane[i];
   }
 }
