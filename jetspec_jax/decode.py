@@ -104,6 +104,7 @@ class _Walk:
     logprob: Array | None = None
     top_ids: Array | None = None
     top_logprobs: Array | None = None
+    logits: Array | None = None  # [B, P, V], with log-probabilities only
 
 
 @flax.struct.dataclass
@@ -153,6 +154,7 @@ def _walk_logits(
         logprob=jnp.take_along_axis(all_logprobs, walk.emitted[:, :, None], axis=2)[..., 0],
         top_ids=top_ids,
         top_logprobs=top_logprobs,
+        logits=chosen,
     )
 
 
@@ -324,6 +326,7 @@ def spec_round(
         walk.logprob,
         walk.top_ids,
         walk.top_logprobs,
+        walk.logits,
     )
     return new_state, out
 

@@ -93,6 +93,7 @@ class RoundOut:
     logprob: Array | None  # [B, D + 1] float32 of each emitted id
     top_ids: Array | None  # [B, D + 1, k] int32
     top_logprobs: Array | None  # [B, D + 1, k] float32
+    logits: Array | None  # [B, D + 1, V] float32 that chose each emitted id, with log-probabilities
 
 
 def empty_counters(batch: int, depth: int, budgets: int) -> Counters:
