@@ -126,19 +126,21 @@ def norm_exact(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 def silu_exact(gate: np.ndarray) -> np.ndarray:
     """gate * sigmoid(gate) with the bits of the matmul's gate (its `exp_negative`); float32."""
-    gate = np.asarray(gate, np.float32)
-    x = np.maximum(-np.abs(gate), np.float32(-104))
-    shifted = fma(x, np.float32(1.44269504), np.float32(12582912))
-    n = shifted - np.float32(12582912)
-    r = fma(n, np.float32(-0.693145752), x)
-    r = fma(n, np.float32(-1.42860677e-6), r)
-    p = np.float32(1.98412698e-4)
+
+    def const(value: float) -> np.ndarray:
+        return np.full(gate.shape, value, np.float32)
+
+    x = np.maximum(-np.abs(gate), const(-104))
+    shifted = fma(x, const(1.44269504), const(12582912))
+    n = shifted - const(12582912)
+    r = fma(n, const(-0.693145752), x)
+    r = fma(n, const(-1.42860677e-6), r)
+    p = const(1.98412698e-4)
     for c in (1.38888889e-3, 8.33333333e-3, 4.16666667e-2, 1.66666667e-1, 0.5, 1.0, 1.0):
-        p = fma(p, r, np.float32(c))
+        p = fma(p, r, const(c))
     half = np.trunc(n / 2)  # both powers are normal; their product need not be
     e = np.ldexp(np.ldexp(p, half.astype(np.int32)), (n - half).astype(np.int32))
-    one = np.float32(1)
-    return gate * (np.where(gate < 0, e, one) / (one + e))
+    return gate * (np.where(gate < 0, e, const(1)) / (const(1) + e))
 
 
 def row_exact(
