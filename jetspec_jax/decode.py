@@ -21,7 +21,7 @@ from jetspec_jax.cache import KVCache, after, commit, gather_rows
 from jetspec_jax.drafting import draft_tree, extend_context
 from jetspec_jax.models.decoder import forward_block, head_logits, lm_head_weight
 from jetspec_jax.plan import RoundPlan
-from jetspec_jax.sampling import choose, greedy
+from jetspec_jax.sampling import choose, greedy, token_noise
 from jetspec_jax.state import (
     LENGTH,
     RUNNING,
@@ -35,6 +35,7 @@ from jetspec_jax.stop import REASON_STOP, truncate_at_stop
 from jetspec_jax.tree import accept, ancestor_mask, prune
 from jetspec_jax.tree.topology import Tree
 from jetspec_jax.typing import Array, PyTree
+from pallas_kernels.gumbel_noise import gumbel_noise
 from pallas_kernels.verify_head import verify_head
 
 
@@ -140,7 +141,8 @@ def _walk_logits(
     # a choice after the node at position p is the token at position p + 1
     positions = state.cached[:, None] + tree.depth + 1
     if plan.sampled:
-        choice = choose(logits, positions, tree.depth, state.sampling, plan.depth)
+        noise = gumbel_noise if plan.numerics.stack else token_noise
+        choice = choose(logits, positions, tree.depth, state.sampling, plan.depth, noise)
     else:
         choice = greedy(logits)
     walk = _walk(plan, tree, choice)

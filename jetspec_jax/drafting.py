@@ -28,6 +28,7 @@ from jetspec_jax.tree import (
 )
 from jetspec_jax.tree.topology import padded_root
 from jetspec_jax.typing import Array
+from pallas_kernels.gumbel_noise import gumbel_noise
 
 
 def extend_context(
@@ -203,6 +204,8 @@ def _target_noise(
 
     def row(seed: Array, anchor_position: Array) -> Array:
         keys = jax.vmap(position_key, (None, 0))(seed, anchor_position + depths)
+        if plan.numerics.stack:
+            return gumbel_noise(keys, ids)
         return jax.vmap(lambda key: token_noise(key, ids))(keys)
 
     def draw() -> Array:

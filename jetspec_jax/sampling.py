@@ -307,7 +307,11 @@ def warp(logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p: A
 # --- the choice -----------------------------------------------------------------------------------
 
 
+Noise = Callable[[Array, Array], Array]  # `token_noise`, or a kernel that computes the same law
+
+
 def _choose_sequence(
+    token_noise: Noise,
     logits: Array,
     origin: Array,
     depth: Array,
@@ -357,7 +361,12 @@ def _choose_sequence(
 
 
 def choose(
-    logits: Array, positions: Array, depth: Array, state: SamplingState, max_depth: int
+    logits: Array,
+    positions: Array,
+    depth: Array,
+    state: SamplingState,
+    max_depth: int,
+    noise: Noise = token_noise,
 ) -> Array:
     """The target's own choice after every node of every sequence.
 
@@ -371,6 +380,7 @@ def choose(
         depth: [B, N] int32 in 0..max_depth.
         state: sampling parameters of the B sequences.
         max_depth: D, static.
+        noise: (key [2] uint32, ids [...] int32) -> [...] float32.
 
     Returns:
         [B, N] int32 token ids. Temperature 0: lowest id among the best logits. Otherwise the
@@ -385,7 +395,7 @@ def choose(
     ) -> Array:
         return jax.lax.cond(
             t > 0.0,
-            lambda: _choose_sequence(x, origin, d, t, k, p, m, s, max_depth),
+            lambda: _choose_sequence(noise, x, origin, d, t, k, p, m, s, max_depth),
             lambda: greedy(x),
         )
 

@@ -1,0 +1,3 @@
+"""Name of the op."""
+
+OP = "gumbel_noise"
