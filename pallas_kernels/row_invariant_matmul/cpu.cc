@@ -19,7 +19,7 @@ using Job = MatmulJob;
 constexpr int kVectors = kPanel / kLanes;
 constexpr int kMaxRows = kMaxPanelRows;  // rows whose accumulators are kept at once (16 KB)
 constexpr int kChunk = 128;              // inputs per pass when several passes share the weights: 16 KB, stays in L1
-constexpr size_t kAhead = 4096;          // bytes of prefetch distance of a single pass
+constexpr size_t kAhead = 4096;          // bytes of prefetch distance of a single pass; fp32: half as much again
 
 // Rows of a register tile and vectors beside each other, by the number of vector registers; rows up to which weights
 // are decoded in registers.
@@ -45,6 +45,9 @@ struct Piece {
 template <typename Format, int R>
 void tile(const float* x, size_t ldx, const float* last, const Piece& p, float* acc) {
   constexpr int V = kTileVectors;
+  // A line or more for every input: asking for eight inputs at once would fill the queue of outstanding lines.
+  constexpr bool spread = Format::kDepth == 1;
+  const size_t step = p.stride / kGroup;
   acc += p.column;
   Vec a[R][V];
   for (int r = 0; r < R; ++r)
@@ -57,13 +60,20 @@ void tile(const float* x, size_t ldx, const float* last, const Piece& p, float* 
     for (const int block = std::min(end, k + kBlock); k < block;) {
       typename Format::Group g[V];
       for (int v = 0; v < V; ++v) g[v] = {p.panel, static_cast<size_t>(k), p.column + v * kLanes};
-      for (size_t i = 0; i < p.stride; i += 64) __builtin_prefetch(fetch + i, 0, 2);
-      fetch += p.stride;
+      if constexpr (!spread) {
+        for (size_t i = 0; i < p.stride; i += 64) __builtin_prefetch(fetch + i, 0, 2);
+        fetch += p.stride;
+      }
       const int half = k % kBlock / 16;
 #pragma GCC unroll 1
       for (const int stop = std::min(block, k + kGroup); k < stop; ++k) {
         Vec b[V];
         for (int v = 0; v < V; ++v) b[v] = g[v].next(s[v], half);
+        if constexpr (spread) {
+          __builtin_prefetch(fetch, 0, 2);
+          if (step > 64) __builtin_prefetch(fetch + 64, 0, 2);
+          fetch += step;
+        }
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
           const Vec factor = splat(r == R - 1 ? last[k] : x[r * ldx + k]);
@@ -114,7 +124,8 @@ void accumulate(const Job& job, const float* x, int rows, size_t index, float* a
   constexpr int splits = kVectors / kTileVectors, fused = direct ? kTileRows : std::min(kFusedRows, Format::kFused);
   const size_t depth = job.depth;
   const uint8_t* w = job.w + index * Format::bytes(depth);
-  Piece piece{w, 0, job.depth, 0, true, reinterpret_cast<const char*>(w) + kAhead, Format::bytes(256) / 32};
+  const char* fetch = reinterpret_cast<const char*>(w) + (direct ? kAhead * 3 / 2 : kAhead);
+  Piece piece{w, 0, job.depth, 0, true, fetch, Format::bytes(256) / 32};
   if (rows <= fused) {
     const Tile run = find_tile<Format, 1, fused>(rows);
     for (int split = 0; split < splits; ++split, piece.column += kTileVectors * kLanes)
