@@ -7,9 +7,7 @@ and some megabytes, whatever the format and however many tensors a fused project
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
-import os
 from collections.abc import Collection, Sequence
 
 import jax
@@ -22,10 +20,9 @@ from jetspec_jax.weights.load import aligned_empty
 from jetspec_jax.weights.source import RawTensor
 from pallas_kernels import native
 from pallas_kernels import row_invariant_matmul as rim
-from pallas_kernels.row_invariant_matmul import reference, specs
+from pallas_kernels.row_invariant_matmul import specs
 
-_SLICE = 1 << 18  # bytes repacked at once by a thread: stays in its cache
-_RELEASE = 8 << 20  # bytes of the file read between two releases of its pages
+_SLICE = 4 << 20  # bytes of rows repacked at once
 
 
 class Packer:
@@ -99,42 +96,17 @@ def pack_parts(parts: Sequence[RawTensor], *, stored: bool) -> rim.PackedWeight:
     count, columns = sum(len(part.blocks) for part in parts), parts[0].shape[1]
     row_bytes = parts[0].blocks.shape[1] if stored else 4 * columns
     step = max(1, _SLICE // (specs.PANEL * row_bytes)) * specs.PANEL  # whole panels
-    sample = _panels(*_rows(parts, 0, specs.PANEL, stored))
-    out = aligned_empty((specs.panels(count), *sample.shape[1:]), sample.dtype)
-
-    def fill(start: int) -> None:
-        data = _panels(*_rows(parts, start, start + step, stored))
-        at = start // specs.PANEL
-        out[at : at + len(data)] = data
-        if start // step % every == 0:
-            release()
-
-    def release() -> None:
+    kind, rows = _rows(parts, 0, 1, stored)  # what the packed weight is beside its data
+    one = rim.pack_gguf(rows, kind, "cpu") if kind in specs.GGUF_KINDS else rim.pack(rows, "cpu")
+    out = aligned_empty((specs.panels(count), *one.data.shape[1:]), one.data.dtype)
+    for start in range(0, count, step):
+        stop = min(count, start + step)
+        panels = out[start // specs.PANEL : specs.panels(stop)]
+        rim.pack_panels(_rows(parts, start, stop, stored)[1], kind, panels)
         for part in parts:
             part.release()
-
-    every = max(1, _RELEASE // (step * row_bytes))
-    # NumPy lets go of the interpreter lock while it moves bytes
-    with concurrent.futures.ThreadPoolExecutor(_workers()) as pool:
-        list(pool.map(fill, range(0, count, step)))
-    release()
-    kind, rows = _rows(parts, 0, 1, stored)  # for what a packed weight is beside its data
-    one = rim.pack_gguf(rows, kind, "cpu") if kind in specs.GGUF_KINDS else rim.pack(rows, "cpu")
     # On CPU device_put adopts the aligned buffer.
     return dataclasses.replace(one, data=jax.device_put(out), n=count)
-
-
-def _panels(kind: str, rows: np.ndarray) -> np.ndarray:
-    """The data of a packed weight, still in NumPy."""
-    if kind in specs.GGUF_KINDS:
-        with np.errstate(over="ignore"):  # a Q4_0 scale that is refused
-            return reference.pack_gguf_array(rows, kind)
-    return reference.pack_array(rows)
-
-
-def _workers() -> int:
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(2)
-    return min(4, len(cores))
 
 
 def _rows(
