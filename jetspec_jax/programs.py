@@ -95,7 +95,8 @@ class ProgramStore:
         try:
             return serialize_executable.deserialize_and_load(*pickle.loads(payload))
         except Exception:  # noqa: BLE001 - of another build of jaxlib, or cut off: compile it anew
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
             return None
 
     def save(self, path: Path, program: Any) -> None:
@@ -105,7 +106,8 @@ class ProgramStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             part.write_bytes(pickle.dumps(serialize_executable.serialize(program)))
             part.replace(path)
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 class Programs:
