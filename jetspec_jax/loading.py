@@ -155,19 +155,11 @@ def load_target(
     tokenizer = tokenizer_from_gguf(source) if gguf else load_tokenizer(source.path)
     pack = None
     if kernels == "cpu":
-        pack = Packer(engine.weights == "stored", () if _widened_rows() else ("embed",))
+        pack = Packer(engine.weights == "stored")
     params = load_params(source, decoder.declare(config), jnp.dtype(engine.dtype), pack=pack)
     _tell_formats(say, "weights", params, pack)
     _return_memory()
     return Target(source.path, config, params, tokenizer, kernels, model is None)
-
-
-def _widened_rows() -> bool:
-    """Whether the decoder reads rows of a bfloat16 embedding as float32."""
-    table = jax.ShapeDtypeStruct((1, 1, 32), jnp.bfloat16)
-    embed = rim.PackedWeight(table, 32, 1, "bf16")  # type: ignore[arg-type]
-    ids = jax.ShapeDtypeStruct((1,), jnp.int32)
-    return jax.eval_shape(decoder.embed_tokens, {"embed": embed}, ids).dtype == jnp.float32
 
 
 def _tell_formats(

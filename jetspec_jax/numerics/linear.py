@@ -34,5 +34,10 @@ def linear(x: Array, w: PyTree, bias: Array | None = None) -> Array:
 
 
 def take_rows(w: PyTree, ids: Array) -> Array:
-    """Rows `ids` [...] of a [V, H] table, packed or not -> [..., H]."""
-    return rim.take_rows(w, ids) if isinstance(w, rim.PackedWeight) else w[ids]
+    """Rows `ids` [...] of a [V, H] table -> [..., H].
+
+    Packed weights serve float32 activations: their rows are float32, whatever the format.
+    """
+    if isinstance(w, rim.PackedWeight):
+        return rim.take_rows(w, ids).astype(jnp.float32)
+    return w[ids]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import jax
 import ml_dtypes
@@ -30,15 +30,13 @@ class Packer:
 
     Args:
         stored: keep the format of the file where there is a kernel for it; else float32 throughout.
-        float_tables: names of weights whose rows are read as they are and must be float32, so that
-            bfloat16 is no choice.
 
     Attributes:
         expanded: number of weights that `stored` could not keep, by reason.
     """
 
-    def __init__(self, stored: bool, float_tables: Collection[str] = ()) -> None:
-        self.stored, self.float_tables = stored, float_tables
+    def __init__(self, stored: bool) -> None:
+        self.stored = stored
         self.expanded: collections.Counter[str] = collections.Counter()
 
     def __call__(
@@ -52,8 +50,6 @@ class Packer:
             return None
         if self.stored and kinds != {"F32"}:
             reason = refusal(kinds)
-            if kinds == {"BF16"} and name in self.float_tables:
-                reason = "bfloat16, and read by row as float32"
             if reason is None:
                 try:
                     return pack_parts(parts, stored=True)

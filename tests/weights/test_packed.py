@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 from jetspec_jax.models.decoder import declare
 from jetspec_jax.models.spec import WeightSpec, flatten
+from jetspec_jax.numerics import take_rows
 from jetspec_jax.weights import RawTensor, bundled_model_path, load_params, open_source
 from jetspec_jax.weights.dequant import dequantize
 from jetspec_jax.weights.packed import Packer, pack_parts, refusal
@@ -121,11 +123,14 @@ def test_what_has_no_kernel_is_named() -> None:
     assert packer.expanded == {"stored as F16, which has no kernel": 1}
 
 
-def test_a_table_that_must_be_float32_is_not_kept_as_bfloat16() -> None:
-    packer = Packer(stored=True, float_tables=("embed",))
-    part = raw(random_blocks("BF16", 40, 0), "BF16")
-    formats = [packer(name, MATRIX, [part]).format for name in ("embed", "lm_head")]  # type: ignore[union-attr]
-    assert formats == ["f32", "bf16"] and packer.expanded.total() == 1
+def test_rows_of_a_bfloat16_table_are_read_as_float32() -> None:
+    packed = Packer(stored=True)("embed", MATRIX, [raw(random_blocks("BF16", 40, 0), "BF16")])
+    assert isinstance(packed, rim.PackedWeight) and packed.format == "bf16"
+    rows = take_rows(packed, jnp.asarray([3, 39]))
+    assert rows.dtype == jnp.float32
+    np.testing.assert_array_equal(
+        rows, np.asarray(rim.unpack(packed)[np.array([3, 39])], np.float32)
+    )
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
