@@ -15,21 +15,12 @@ from jetspec_jax.errors import ModelFileError
 from jetspec_jax.models.spec import Declaration, WeightSpec, nest
 from jetspec_jax.typing import Params
 from jetspec_jax.weights.source import RawTensor, TensorSource
+from pallas_kernels.memory import aligned_empty
 
 Pack = Callable[[str, WeightSpec, Sequence[RawTensor]], Any]
 Progress = Callable[[str, int, int], None]
 
 _FLOATS = tuple(np.dtype(t) for t in (np.float32, np.float16, np.float64, ml_dtypes.bfloat16))
-_ALIGN = 64  # bytes; XLA's CPU client adopts a host buffer without a copy only at this alignment
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Uninitialised C-contiguous array whose memory starts at a multiple of 64 bytes."""
-    dtype = np.dtype(dtype)
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    buffer = np.empty(nbytes + _ALIGN, np.uint8)
-    start = -buffer.ctypes.data % _ALIGN
-    return buffer[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def check_source(source: TensorSource, decl: Declaration) -> None:

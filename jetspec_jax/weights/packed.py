@@ -16,10 +16,10 @@ import numpy as np
 
 from jetspec_jax.models.spec import WeightSpec
 from jetspec_jax.weights.dequant import dequantize
-from jetspec_jax.weights.load import aligned_empty
 from jetspec_jax.weights.source import RawTensor
 from pallas_kernels import native
 from pallas_kernels import row_invariant_matmul as rim
+from pallas_kernels.memory import aligned_empty
 from pallas_kernels.row_invariant_matmul import specs
 
 _SLICE = 4 << 20  # bytes of rows repacked at once

@@ -176,9 +176,7 @@ void run(ffi::ThreadPool& pool, Stack& s, int workers) {
         break;
       case kAttend: {
         AttentionJob<float> job = attention_job(s, index);
-        job.block = plan.block;
-        job.blocks = plan.blocks;
-        job.score_rows = plan.score_rows;
+        job.plan = plan.plan;
         attention_run(job, begin, end);
         break;
       }

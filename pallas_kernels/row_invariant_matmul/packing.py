@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels import dispatch, native
+from pallas_kernels.memory import aligned_empty
 from pallas_kernels.row_invariant_matmul import reference, specs
 
 _SHARE = 4 << 20  # bytes from which packing is shared among threads
@@ -137,7 +138,7 @@ def pack_panels(rows: np.ndarray, kind: str, out: np.ndarray | None = None) -> n
     form = "bf16" if kind == "BF16" else form
     shape, dtype, k = reference.panel_shape(rows, kind, form)
     if out is None:
-        out = reference.aligned_empty(shape, dtype)
+        out = aligned_empty(shape, dtype)
     if out.shape != shape or out.dtype != dtype or not out.flags.c_contiguous:
         raise native.KernelError(
             f"cannot pack into {out.dtype} {out.shape}: need contiguous {dtype} {shape}"

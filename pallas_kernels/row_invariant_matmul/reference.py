@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.memory import aligned_empty
 from pallas_kernels.native import KernelError
 from pallas_kernels.row_invariant_matmul import specs
 
@@ -28,16 +29,6 @@ def pack_array(w: np.ndarray) -> np.ndarray:
     packed = np.zeros((specs.panels(n) * specs.PANEL, k), w.dtype)
     packed[:n] = w
     return np.ascontiguousarray(packed.reshape(specs.panels(n), specs.PANEL, k).transpose(0, 2, 1))
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Uninitialised array at a 64-byte boundary: `jax.device_put` adopts such a buffer without a
-    copy on CPU.
-    """
-    size = int(np.prod(shape)) * dtype.itemsize
-    buffer = np.empty(size + 64, np.uint8)
-    start = -buffer.ctypes.data % 64
-    return buffer[start : start + size].view(dtype).reshape(shape)
 
 
 def unpack_array(data: jax.Array, n: int) -> jax.Array:

@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <limits>
 #include <memory>
+#include <numeric>
 
 #include "tree_attention/kernel.h"
 
@@ -31,8 +32,14 @@ constexpr int kTileRows = 3;
 constexpr int kTileRows = 2;
 #endif
 constexpr int kValueBlock = 64;            // keys whose values are shared by all row tiles: 16 KB at h = 64
+constexpr int kFewRowsBlock = 32;          // the same for a single tile, which shares nothing: between two prefetches
+constexpr int kLead = 32;                  // keys that the prefetch runs ahead
+constexpr int kTransposeRows = 9;          // query rows from which turning a tile of keys pays
+constexpr int kScoreRows = 3;              // query rows scored at once against a turned tile
 constexpr size_t kScoreFloats = 96 << 10;  // scores kept per unit of work: 384 KB, a part of L2
 constexpr int kSplitRows = 12;             // fewer rows per unit than this do not pay for reading K and V again
+constexpr int kManyRows = 96;              // query rows from which units are parts of the rows, not of keys and columns
+constexpr int kSplitKeys = 64;             // fewer keys than this are not shared between threads
 constexpr double kSerialCost = 24e3;       // estimated cycles up to which the calling thread works alone
 
 // ---- Elements ------------------------------------------------------------------------------------------------------
@@ -122,53 +129,216 @@ inline void fold16(const Wide (&a)[kWide], float* out, float scale) {
 #endif
 }
 
+// ---- Prefetch ------------------------------------------------------------------------------------------------------
+// Keys or values that will be read: `keys` times `lines` cache lines, `pitch` bytes apart.
+struct Run {
+  const char* at;
+  size_t pitch;
+  int lines, keys;
+};
+
+// Each layer finds its keys and values in memory, in runs too short for the hardware's prefetchers. So the work asks
+// for as many keys as it passes, kLead keys ahead, through the runs in the order of their use. Evenly in time, as a
+// core has few misses under way at once: the softmax asks for a quarter of its keys, the values for three quarters.
+class Ahead {
+ public:
+  void add(const Run& run) {
+    if (run.keys > 0) runs_[count_++] = run;
+  }
+  void advance(int keys) {
+    while (keys > 0 && run_ < count_) {
+      const Run& run = runs_[run_];
+      const int end = std::min(run.keys, key_ + keys), lines = run.lines;
+      const size_t pitch = run.pitch;
+      const char* at = run.at + key_ * pitch;
+      for (int key = key_; key < end; ++key, at += pitch)
+        for (int i = 0; i < lines; ++i) __builtin_prefetch(at + i * 64, 0, 2);
+      keys -= end - key_;
+      key_ = end;
+      if (end == run.keys) {
+        key_ = 0;
+        ++run_;
+      }
+    }
+  }
+
+ private:
+  Run runs_[3];
+  int count_ = 0, run_ = 0, key_ = 0;
+};
+
 // ---- Scores --------------------------------------------------------------------------------------------------------
-// Scores of 16 keys. key(i) points at the h elements of the i-th, padded to a multiple of 16.
 // C: steps of 16 when known to the compiler, else 0. The sums are the same either way.
-template <int C, typename Key>
-inline void score16(const float* q, int steps, const Key& key, float scale, float* out) {
+
+// Scores of 16 keys, `padded` elements each, for one query.
+template <int C, typename E>
+inline void score16(const float* q, int padded, const E* keys, float scale, float* out) {
   Wide sums[kWide];
-  const int count = C > 0 ? C : steps;
+  const int width = C > 0 ? C * kWide : padded;
   for (int part = 0; part < kParts; ++part) {
     const int at = part * kLanes;
     const Vec first = load(q + at);
 #pragma GCC unroll 16
-    for (int i = 0; i < kWide; ++i) sums[i].part[part] = first * fetch(key(i) + at);
+    for (int i = 0; i < kWide; ++i) sums[i].part[part] = first * fetch(keys + i * width + at);
 #pragma GCC unroll 8
-    for (int c = 1; c < count; ++c) {
-      const Vec query = load(q + c * kWide + at);
+    for (int c = kWide; c < width; c += kWide) {
+      const Vec query = load(q + c + at);
 #pragma GCC unroll 16
       for (int i = 0; i < kWide; ++i)
-        sums[i].part[part] = fma(query, fetch(key(i) + c * kWide + at), sums[i].part[part]);
+        sums[i].part[part] = fma(query, fetch(keys + i * width + c + at), sums[i].part[part]);
     }
   }
   fold16(sums, out, scale);
 }
 
-// Scores of `count` keys for `rows` queries: the first `count`, or those named in `list`. A last block that is not
-// full repeats its last key instead of reading on.
-template <int C, typename E>
-void score_rows(const float* q, int rows, int padded, const E* k, const int* list, int count, float scale, float* out,
-                size_t stride) {
+#if JETSPEC_FORM == 3
+// Turns 16 keys: turned[d * 16 + i] = keys[i * padded + d].
+template <int C>
+inline void turn(const float* keys, int padded, float* turned) {
   const int width = C > 0 ? C * kWide : padded;
-  for (int j = 0; j < count; j += kWide) {
-    const E* block = k + static_cast<size_t>(j) * width;
-    const E* keys[kWide];
-    const bool direct = list == nullptr && j + kWide <= count;
-    if (!direct)
-      for (int i = 0; i < kWide; ++i) {
-        const int at = std::min(j + i, count - 1);
-        keys[i] = k + static_cast<size_t>(list ? list[at] : at) * width;
-      }
-    for (int r = 0; r < rows; ++r) {
-      const float* query = q + static_cast<size_t>(r) * width;
-      if (direct) {
-        score16<C>(query, width / kWide, [=](int i) { return block + i * width; }, scale, out + r * stride + j);
-      } else {
-        score16<C>(query, width / kWide, [&](int i) { return keys[i]; }, scale, out + r * stride + j);
-      }
+  for (int d = 0; d < width; d += 4, keys += 4, turned += 4 * kWide) {
+    Vec v[4];  // v[i]: four elements of the keys i, i + 4, i + 8, i + 12
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      v[i] = _mm512_castps128_ps512(_mm_loadu_ps(keys + i * width));
+      v[i] = _mm512_mask_broadcast_f32x4(v[i], 0x00F0, _mm_loadu_ps(keys + (i + 4) * width));
+      v[i] = _mm512_mask_broadcast_f32x4(v[i], 0x0F00, _mm_loadu_ps(keys + (i + 8) * width));
+      v[i] = _mm512_mask_broadcast_f32x4(v[i], 0xF000, _mm_loadu_ps(keys + (i + 12) * width));
+    }
+    const Vec a = _mm512_unpacklo_ps(v[0], v[1]), b = _mm512_unpackhi_ps(v[0], v[1]);
+    const Vec c = _mm512_unpacklo_ps(v[2], v[3]), e = _mm512_unpackhi_ps(v[2], v[3]);
+    store(turned, _mm512_shuffle_ps(a, c, 0x44));
+    store(turned + kWide, _mm512_shuffle_ps(a, c, 0xEE));
+    store(turned + 2 * kWide, _mm512_shuffle_ps(b, e, 0x44));
+    store(turned + 3 * kWide, _mm512_shuffle_ps(b, e, 0xEE));
+  }
+}
+
+template <int R>
+struct Rows {
+  Vec of[R];
+};
+
+// The sum of the partial sums `lane`, lane + Step, ..., in the order of the fold by halves, for R queries and 16 keys.
+template <int C, int R, int Step>
+inline Rows<R> turned_sum(const float* q, int padded, const float* turned, int lane) {
+  if constexpr (Step < kWide) {
+    Rows<R> low = turned_sum<C, R, 2 * Step>(q, padded, turned, lane);
+    const Rows<R> high = turned_sum<C, R, 2 * Step>(q, padded, turned, lane + Step);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) low.of[r] = low.of[r] + high.of[r];
+    return low;
+  } else {
+    Rows<R> sum;
+    const Vec first = load(turned + lane * kWide);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) sum.of[r] = splat(q[r * padded + lane]) * first;
+    const int end = C > 0 ? C * kWide : padded;
+#pragma GCC unroll 8
+    for (int d = kWide; d < end; d += kWide) {
+      const Vec key = load(turned + (d + lane) * kWide);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) sum.of[r] = fma(splat(q[r * padded + d + lane]), key, sum.of[r]);
+    }
+    return sum;
+  }
+}
+
+template <int C, int R>
+inline void score_turned(const float* q, int padded, const float* turned, float scale, float* out, size_t stride) {
+  const Rows<R> sum = turned_sum<C, R, 1>(q, C > 0 ? C * kWide : padded, turned, 0);
+  for (int r = 0; r < R; ++r) store(out + r * stride, sum.of[r] * splat(scale));
+}
+#endif
+
+// 16 keys to be scored, turned where that pays.
+template <typename E>
+class Tile {
+ public:
+  static constexpr bool kCanTurn = JETSPEC_FORM == 3 && sizeof(E) == sizeof(float);
+
+  Tile(int rows, int padded, float scale, float* spare)
+      : padded_(padded), turn_(kCanTurn && rows >= kTransposeRows), scale_(scale), spare_(spare) {}
+
+  // Tiles that are not full get zeros behind their keys.
+  void set(const E* k, int count) {
+    keys_ = k;
+    if (count < kWide) {
+      E* copy = reinterpret_cast<E*>(spare_);
+      std::memcpy(copy, k, static_cast<size_t>(count) * padded_ * sizeof(E));
+      std::memset(copy + static_cast<size_t>(count) * padded_, 0, (kWide - count) * padded_ * sizeof(E));
+      keys_ = copy;
+    }
+#if JETSPEC_FORM == 3
+    if constexpr (kCanTurn)
+      if (turn_) padded_ == 4 * kWide ? turn<4>(keys_, padded_, turned()) : turn<0>(keys_, padded_, turned());
+#endif
+  }
+
+  // out[r * stride + i] = scores of key i, for at most kScoreRows queries.
+  void score(const float* q, int rows, float* out, size_t stride) const {
+    if (padded_ == 4 * kWide) {
+      run<4>(q, rows, out, stride);
+    } else {
+      run<0>(q, rows, out, stride);
     }
   }
+
+ private:
+  template <int C>
+  void run(const float* q, int rows, float* out, size_t stride) const {
+#if JETSPEC_FORM == 3
+    if constexpr (kCanTurn)
+      if (turn_ && rows == kScoreRows) return score_turned<C, kScoreRows>(q, padded_, turned(), scale_, out, stride);
+#endif
+    for (int r = 0; r < rows; ++r, q += padded_, out += stride) {
+#if JETSPEC_FORM == 3
+      if constexpr (kCanTurn)
+        if (turn_) {
+          score_turned<C, 1>(q, padded_, turned(), scale_, out, stride);
+          continue;
+        }
+#endif
+      score16<C>(q, padded_, keys_, scale_, out);
+    }
+  }
+  float* turned() const { return spare_ + static_cast<size_t>(kWide) * padded_; }
+
+  const E* keys_ = nullptr;
+  int padded_;
+  bool turn_;
+  float scale_;
+  float* spare_;  // a copy of the keys, and the turned keys
+};
+
+// Scores of `count` keys for all rows.
+template <typename E>
+void score_keys(Tile<E>& tile, const float* q, int rows, int padded, const E* k, int count, float* out, size_t stride,
+                Ahead& ahead) {
+  for (int j = 0; j < count; j += kWide) {
+    const int here = std::min(kWide, count - j);
+    tile.set(k + static_cast<size_t>(j) * padded, here);
+    for (int r = 0; r < rows; r += kScoreRows) {
+      const int size = std::min(kScoreRows, rows - r);
+      ahead.advance(here * (r + size) / rows - here * r / rows);
+      tile.score(q + static_cast<size_t>(r) * padded, size, out + r * stride + j, stride);
+    }
+  }
+}
+
+// Appends the scores that a row sees; up to 16 floats behind them may be written.
+inline int append_visible(const float* scores, uint32_t visible, float* to) {
+#if JETSPEC_FORM == 3
+  store(to, _mm512_maskz_compress_ps(static_cast<__mmask16>(visible), load(scores)));
+  return __builtin_popcount(visible);
+#else
+  int count = 0;
+  for (int i = 0; i < kWide; ++i) {
+    to[count] = scores[i];
+    count += visible >> i & 1;
+  }
+  return count;
+#endif
 }
 
 // ---- Weighted values -----------------------------------------------------------------------------------------------
@@ -193,67 +363,88 @@ void values(const float* p, size_t stride, const E* v, const int* list, int coun
     for (int c = 0; c < C; ++c) store(acc + static_cast<size_t>(r) * padded + c * kLanes, a[r][c]);
 }
 
+// The same for `columns` elements of the values.
 template <int R, typename E>
-void values_columns(const float* p, size_t stride, const E* v, const int* list, int count, int padded, float* acc) {
+void values_columns(const float* p, size_t stride, const E* v, const int* list, int count, int padded, int columns,
+                    float* acc) {
   int c = 0;
-  for (; c + kMaxColumns * kLanes <= padded; c += kMaxColumns * kLanes)
+  for (; c + kMaxColumns * kLanes <= columns; c += kMaxColumns * kLanes)
     values<R, kMaxColumns>(p, stride, v + c, list, count, padded, acc + c);
-  for (; c < padded; c += kLanes)
+  for (; c + 2 * kLanes <= columns; c += 2 * kLanes)
+    values<R, 2>(p, stride, v + c, list, count, padded, acc + c);
+  for (; c < columns; c += kLanes)
     for (int r = 0; r < R; ++r)
       values<1, 1>(p + r * stride, stride, v + c, list, count, padded, acc + static_cast<size_t>(r) * padded + c);
 }
 
-template <int R, typename E>
-void values_tile(int rows, const float* p, size_t stride, const E* v, const int* list, int count, int padded,
-                 float* acc) {
-  if constexpr (R > 0) {
-    if (rows == R) return values_columns<R>(p, stride, v, list, count, padded, acc);
-    values_tile<R - 1>(rows, p, stride, v, list, count, padded, acc);
-  }
-}
-
+// The same for any number of rows, in tiles of 6, 3, 2 and 1: each is a form to compile, and 2 rows still hide the
+// latency of the FMA.
 template <typename E>
 void values_rows(int rows, const float* p, size_t stride, const E* v, const int* list, int count, int padded,
-                 float* acc) {
-  const int tiles = (rows + kTileRows - 1) / kTileRows;
-  for (int tile = 0, r = 0; tile < tiles; ++tile) {
-    const int size = rows / tiles + (tile < rows % tiles);
-    values_tile<kTileRows>(size, p + r * stride, stride, v, list, count, padded, acc + static_cast<size_t>(r) * padded);
-    r += size;
+                 int columns, float* acc, Ahead& ahead) {
+  const int asked = count * 3 / 4;
+  for (int r = 0, size; r < rows; r += size) {
+    const int left = rows - r;
+    size = left >= kTileRows ? kTileRows : left >= 3 && left != 4 ? 3 : left >= 2 ? 2 : 1;
+    ahead.advance(asked * (r + size) / rows - asked * r / rows);
+    const auto run = [&](auto tile) {
+      values_columns<decltype(tile)::value>(p + r * stride, stride, v, list, count, padded, columns,
+                                            acc + static_cast<size_t>(r) * padded);
+    };
+    if (size == kTileRows) {
+      run(std::integral_constant<int, kTileRows>());
+    } else if (size == 3) {
+      run(std::integral_constant<int, 3>());
+    } else if (size == 2) {
+      run(std::integral_constant<int, 2>());
+    } else {
+      run(std::integral_constant<int, 1>());
+    }
   }
 }
 
 // ---- Softmax -------------------------------------------------------------------------------------------------------
-// Turns the scores of one row into p in place and returns their total. s has room for a multiple of 16.
-inline float softmax_row(float* s, int count) {
+// The largest of the scores of a row. Fills them up to a multiple of 16 with minus infinity: p = +0 changes nothing.
+inline float largest(float* s, int count) {
   const int end = (count + kWide - 1) / kWide * kWide;
   const float low = -std::numeric_limits<float>::infinity();
-  for (int j = count; j < end; ++j) s[j] = low;  // p = +0: adding it changes nothing
-  Vec top = splat(low);
-  for (int j = 0; j < end; j += kLanes) top = vmax(top, load(s + j));
-  float lane[kWide];
-  store(lane, top);
-  float most = low;
-  for (int i = 0; i < kLanes; ++i) most = lane[i] > most ? lane[i] : most;
+  for (int j = count; j < end; ++j) s[j] = low;
+  Vec top[kParts];
+  for (int part = 0; part < kParts; ++part) top[part] = splat(low);
+  for (int j = 0; j < end; j += kWide)
+    for (int part = 0; part < kParts; ++part) top[part] = vmax(top[part], load(s + j + part * kLanes));
+#if JETSPEC_FORM == 3
+  return _mm512_reduce_max_ps(top[0]);
+#else
+  float lane[kWide], most = low;
+  for (int part = 0; part < kParts; ++part) store(lane + part * kLanes, top[part]);
+  for (int i = 0; i < kWide; ++i) most = lane[i] > most ? lane[i] : most;
+  return most;
+#endif
+}
+
+// p = exp(s - most), filled up to a multiple of 16; returns their total.
+inline float exponentials(const float* s, int count, float most, float* p) {
   const Vec shift = splat(most);
   Vec total[kParts];
   for (int part = 0; part < kParts; ++part) total[part] = zero();
-  for (int j = 0; j < end; j += kWide)
+  for (int j = 0; j < count; j += kWide)
     for (int part = 0; part < kParts; ++part) {
-      float* at = s + j + part * kLanes;
-      const Vec p = exp_negative(load(at) - shift);
-      store(at, p);
-      total[part] = total[part] + p;
+      const int at = j + part * kLanes;
+      const Vec x = exp_negative(load(s + at) - shift);
+      store(p + at, x);
+      total[part] = total[part] + x;
     }
+  float lane[kWide];
   for (int part = 0; part < kParts; ++part) store(lane + part * kLanes, total[part]);
   return fold_halves(lane);
 }
 
-// ---- One unit of work ----------------------------------------------------------------------------------------------
+// ---- Units of work -------------------------------------------------------------------------------------------------
 template <typename E>
 using Job = AttentionJob<E>;
 
-// Grows and never shrinks; one per thread.
+// Grows and never shrinks.
 struct Scratch {
   float* data = nullptr;
   size_t size = 0;
@@ -278,117 +469,311 @@ void pad_rows(const E* from, int count, int dim, int padded, E* to) {
   }
 }
 
+int pad(int n) { return (n + kWide - 1) / kWide * kWide; }
+
+}  // namespace
+
+// What the parts of a split pair hand to each other. Lives as long as the thread that made the plan.
+struct AttentionShared {
+  struct alignas(64) Progress {
+    std::atomic<int> scored{0}, finished{0};
+  };
+  Scratch memory;
+  std::vector<Progress> progress;
+};
+
+namespace {
+
+// A (sequence, KV head) and a range of its new rows. The rows are packed with all heads of the group beside each other,
+// as they see the same keys.
 template <typename E>
-void attend(const Job<E>& job, int index) {
-  const int part = index % job.blocks, pair = index / job.blocks;
-  const int b = pair / job.heads;
-  const int count_b = job.counts ? job.counts[b] : job.rows;
-  const int t0 = part * job.block, t1 = std::min(count_b, t0 + job.block);
-  if (t0 >= t1) return;
-  const size_t first = job.first ? job.first[b] * job.row_stride : static_cast<size_t>(b) * job.sequence_stride;
-  const size_t head0 = first + static_cast<size_t>(pair % job.heads) * job.group * job.head_stride;
-  const int group = job.group, dim = job.dim, rows = (t1 - t0) * group;
-  const int padded = (dim + kWide - 1) / kWide * kWide;
-  const bool copy = padded != dim;
-  const int live = job.lengths[b];
-  const size_t stride = (static_cast<size_t>(live) + job.rows + kWide - 1) / kWide * kWide + kWide;
+class Unit {
+ public:
+  Unit(const Job<E>& job, int pair, int t0, int t1)
+      : job_(job), b_(pair / job.heads), t0_(t0), t1_(t1), live_(job.lengths[b_]),
+        count_(job.counts ? job.counts[b_] : job.rows), rows_((t1 - t0) * job.group), padded_(pad(job.dim)) {
+    const size_t first = job.first ? job.first[b_] * job.row_stride : static_cast<size_t>(b_) * job.sequence_stride;
+    head0_ = first + static_cast<size_t>(pair % job.heads) * job.group * job.head_stride;
+    cache_k_ = job.cache_k + static_cast<size_t>(pair) * job.capacity * job.dim;
+    cache_v_ = job.cache_v + static_cast<size_t>(pair) * job.capacity * job.dim;
+    new_k_ = job.new_k + static_cast<size_t>(pair) * job.rows * job.dim;
+    new_v_ = job.new_v + static_cast<size_t>(pair) * job.rows * job.dim;
+    stride_ = pad(live_ + job.rows) + kWide;
 
-  static thread_local Scratch scratch;
-  // Layout: queries, accumulators, scores, list, then (padded dims only) one block of rows and the new rows.
-  const size_t wide_rows = static_cast<size_t>(rows) * padded;
-  const size_t listed = (job.rows + kWide - 1) / kWide * kWide;
-  const size_t copies = copy ? static_cast<size_t>(kValueBlock + 2 * job.rows) * padded : 0;
-  float* q = scratch.get(2 * wide_rows + rows * stride + listed + copies);
-  float* acc = q + wide_rows;
-  float* scores = acc + wide_rows;
-  int* list = reinterpret_cast<int*>(scores + rows * stride);
-  E* spare = reinterpret_cast<E*>(list + listed);
-
-  // Packed row order: all heads of the group beside each other, they see the same keys.
-  for (int t = t0; t < t1; ++t)
-    for (int g = 0; g < group; ++g) {
-      const E* from = job.q + head0 + g * job.head_stride + t * job.row_stride;
-      float* to = q + (static_cast<size_t>(t - t0) * group + g) * padded;
-      for (int i = 0; i < dim; ++i) to[i] = widen(from[i]);
-      for (int i = dim; i < padded; ++i) to[i] = 0.0f;
+    static thread_local Scratch scratch;
+    const bool copy = padded_ != job.dim;
+    const size_t wide_rows = static_cast<size_t>(rows_) * padded_;
+    const size_t sizes[] = {wide_rows,  // queries
+                            wide_rows,  // accumulators
+                            rows_ * stride_,
+                            static_cast<size_t>(pad(rows_)),                    // largest scores
+                            static_cast<size_t>(pad(rows_)),                    // totals
+                            static_cast<size_t>(pad(job.rows)),                 // the list of a row
+                            2 * static_cast<size_t>(kWide) * padded_,           // a tile of keys
+                            static_cast<size_t>(pad(job.group)) * kWide,        // scores of new keys
+                            copy ? static_cast<size_t>(kValueBlock) * padded_ : 0,
+                            copy ? 2 * static_cast<size_t>(job.rows) * padded_ : 0};
+    size_t all = 0;
+    for (size_t size : sizes) all += size;
+    float* at = scratch.get(all);
+    const size_t* size = sizes;
+    const auto take = [&] {
+      float* taken = at;
+      at += *size++;
+      return taken;
+    };
+    q_ = take();
+    acc_ = take();
+    p_ = take();
+    most_ = take();
+    total_ = take();
+    list_ = reinterpret_cast<int*>(take());
+    turned_ = take();
+    fresh_ = take();
+    block_ = reinterpret_cast<E*>(take());
+    if (copy) {
+      E* padded_new = reinterpret_cast<E*>(take());
+      pad_rows(new_k_, count_, job.dim, padded_, padded_new);
+      pad_rows(new_v_, count_, job.dim, padded_, padded_new + static_cast<size_t>(count_) * padded_);
+      new_k_ = padded_new;
+      new_v_ = padded_new + static_cast<size_t>(count_) * padded_;
     }
-  std::memset(acc, 0, wide_rows * sizeof(float));
-
-  const E* cache_k = job.cache_k + static_cast<size_t>(pair) * job.capacity * dim;
-  const E* cache_v = job.cache_v + static_cast<size_t>(pair) * job.capacity * dim;
-  const E* new_k = job.new_k + static_cast<size_t>(pair) * job.rows * dim;
-  const E* new_v = job.new_v + static_cast<size_t>(pair) * job.rows * dim;
-  if (copy) {
-    E* k = spare + static_cast<size_t>(kValueBlock) * padded;
-    E* v = k + static_cast<size_t>(job.rows) * padded;
-    pad_rows(new_k, job.rows, dim, padded, k);
-    pad_rows(new_v, job.rows, dim, padded, v);
-    new_k = k;
-    new_v = v;
-    for (int j = 0; j < live; j += kValueBlock) {
-      const int count = std::min(kValueBlock, live - j);
-      pad_rows(cache_k + static_cast<size_t>(j) * dim, count, dim, padded, spare);
-      job.score_rows(q, rows, padded, spare, nullptr, count, job.scale, scores + j, stride);
-    }
-  } else {
-    job.score_rows(q, rows, padded, cache_k, nullptr, live, job.scale, scores, stride);
   }
 
-  // Scores of the new rows go right behind, so a row's scores are its visible list. `total` replaces the query.
-  auto visible = [&](int t) {
-    const uint8_t* seen = job.mask + (static_cast<size_t>(b) * job.rows + t) * job.rows;
+  size_t stride() const { return stride_; }
+  float* own_scores() const { return p_; }
+  int live() const { return live_; }
+
+  // Scores of the cached keys j0 .. j1 - 1 and, where asked, of the new keys, which follow the cached ones: only those
+  // that a row sees, so its scores are its list.
+  void score(int j0, int j1, bool fresh, float* scores, Ahead& ahead) {
+    for (int t = t0_; t < t1_; ++t)
+      for (int g = 0; g < job_.group; ++g) {
+        const E* from = job_.q + head0_ + g * job_.head_stride + t * job_.row_stride;
+        float* to = q_ + (static_cast<size_t>(t - t0_) * job_.group + g) * padded_;
+        for (int i = 0; i < job_.dim; ++i) to[i] = widen(from[i]);
+        for (int i = job_.dim; i < padded_; ++i) to[i] = 0.0f;
+      }
+    Tile<E> tile(rows_, padded_, job_.scale, turned_);
+    const int step = padded_ == job_.dim ? std::max(1, j1 - j0) : kValueBlock;
+    for (int j = j0; j < j1; j += step) {
+      const int count = std::min(step, j1 - j);
+      score_keys(tile, q_, rows_, padded_, cached(cache_k_, j, count), count, scores + j, stride_, ahead);
+    }
+    if (fresh) score_new(tile, scores + live_);
+  }
+
+  // Turns scores into weights (own_scores()) and the total of each row.
+  void softmax(float* scores, Ahead& ahead) {
+    for (int t = t0_, r = 0; t < t1_; ++t) {
+      const int count = live_ + visible(t);
+      for (int g = 0; g < job_.group; ++g, ++r) most_[r] = largest(scores + r * stride_, count);
+    }
+    for (int t = t0_, r = 0; t < t1_; ++t) {
+      const int count = live_ + visible(t);
+      for (int g = 0; g < job_.group; ++g, ++r) {
+        ahead.advance(live_ * (r + 1) / rows_ / 4 - live_ * r / rows_ / 4);
+        total_[r] = exponentials(scores + r * stride_, count, most_[r], p_ + r * stride_);
+      }
+    }
+  }
+
+  // Writes the columns c0 .. c1 - 1 of the output.
+  void weigh(int c0, int c1, Ahead& ahead) {
+    const int columns = c1 - c0, group = job_.group;
+    std::memset(acc_, 0, static_cast<size_t>(rows_) * padded_ * sizeof(float));
+    float* acc = acc_ + c0;
+    const int step = rows_ <= kTileRows ? kFewRowsBlock : kValueBlock;
+    for (int j = 0; j < live_; j += step) {
+      const int count = std::min(step, live_ - j);
+      values_rows(rows_, p_ + j, stride_, cached(cache_v_, j, count) + c0, nullptr, count, padded_, columns, acc,
+                  ahead);
+    }
+    Ahead none;
+    for (int t = t0_, r = 0; t < t1_; ++t, r += group) {
+      const int count = visible(t);
+      const bool prefix = count > 0 && list_[count - 1] == count - 1;
+      values_rows(group, p_ + r * stride_ + live_, stride_, new_v_ + c0, prefix ? nullptr : list_, count, padded_,
+                  columns, acc + static_cast<size_t>(r) * padded_, none);
+      for (int g = 0; g < group; ++g) {
+        const float* from = acc_ + static_cast<size_t>(r + g) * padded_;
+        const float total = live_ + count == 0 ? 1.0f : total_[r + g];  // sees nothing: zeros
+        E* to = job_.out + head0_ + g * job_.head_stride + t * job_.row_stride;
+        const int end = std::min(c1, job_.dim);
+        for (int i = c0; i < end; ++i) narrow(from[i] / total, to + i);
+      }
+    }
+  }
+
+ private:
+  // Keys or values j .. of the cache, in rows of padded_ elements.
+  const E* cached(const E* cache, int j, int count) {
+    const E* from = cache + static_cast<size_t>(j) * job_.dim;
+    if (padded_ == job_.dim) return from;
+    pad_rows(from, count, job_.dim, padded_, block_);
+    return block_;
+  }
+
+  const uint8_t* mask(int t) const { return job_.mask + (static_cast<size_t>(b_) * job_.rows + t) * job_.rows; }
+
+  // Number of new keys that row t sees; list_ names them.
+  int visible(int t) {
+    const uint8_t* seen = mask(t);
     int count = 0;
-    for (int j = 0; j < count_b; ++j) {
-      list[count] = j;
+    for (int j = 0; j < count_; ++j) {
+      list_[count] = j;
       count += seen[j] != 0;
     }
     return count;
-  };
-  for (int t = t0; t < t1; ++t) {
-    const int r = (t - t0) * group;
-    const int count = visible(t);
-    float* tail = scores + r * stride + live;
-    const bool prefix = count > 0 && list[count - 1] == count - 1;
-    job.score_rows(q + static_cast<size_t>(r) * padded, group, padded, new_k, prefix ? nullptr : list, count, job.scale,
-                   tail, stride);
-    for (int g = 0; g < group; ++g)
-      q[static_cast<size_t>(r + g) * padded] = softmax_row(scores + (r + g) * stride, live + count);
   }
 
-  const int step = rows <= kTileRows && padded <= kMaxColumns * kLanes && !copy ? std::max(1, live) : kValueBlock;
-  for (int j = 0; j < live; j += step) {
-    const int count = std::min(step, live - j);
-    const E* v = cache_v + static_cast<size_t>(j) * dim;
-    if (copy) {
-      pad_rows(v, count, dim, padded, spare);
-      v = spare;
+  void score_new(Tile<E>& tile, float* scores) {
+    const int group = job_.group;
+    int* used = list_;  // new scores of each row t so far
+    std::memset(used, 0, (t1_ - t0_) * sizeof(int));
+    for (int j = 0; j < count_; j += kWide) {
+      const int here = std::min(kWide, count_ - j);
+      tile.set(new_k_ + static_cast<size_t>(j) * padded_, here);
+      for (int t = t0_, r = 0; t < t1_; ++t, r += group) {
+        const uint8_t* seen = mask(t) + j;
+        uint32_t bits = 0;
+        for (int i = 0; i < here; ++i) bits |= static_cast<uint32_t>(seen[i] != 0) << i;
+        if (bits == 0) continue;
+        for (int g = 0; g < group; g += kScoreRows)
+          tile.score(q_ + static_cast<size_t>(r + g) * padded_, std::min(kScoreRows, group - g), fresh_ + g * kWide,
+                     kWide);
+        int added = 0;
+        for (int g = 0; g < group; ++g)
+          added = append_visible(fresh_ + g * kWide, bits, scores + (r + g) * stride_ + used[t - t0_]);
+        used[t - t0_] += added;
+      }
     }
-    values_rows(rows, scores + j, stride, v, nullptr, count, padded, acc);
   }
-  for (int t = t0; t < t1; ++t) {
-    const int r = (t - t0) * group;
-    const int count = visible(t);
-    const bool prefix = count > 0 && list[count - 1] == count - 1;
-    values_rows(group, scores + r * stride + live, stride, new_v, prefix ? nullptr : list, count, padded,
-                acc + static_cast<size_t>(r) * padded);
-    for (int g = 0; g < group; ++g) {
-      const float* from = acc + static_cast<size_t>(r + g) * padded;
-      const float total = q[static_cast<size_t>(r + g) * padded];
-      E* to = job.out + head0 + g * job.head_stride + t * job.row_stride;
-      for (int i = 0; i < dim; ++i) narrow(live + count == 0 ? 0.0f : from[i] / total, to + i);
+
+  const Job<E>& job_;
+  int b_, t0_, t1_, live_, count_, rows_, padded_;
+  size_t head0_, stride_;
+  const E *cache_k_, *cache_v_, *new_k_, *new_v_;
+  float *q_, *acc_, *p_, *most_, *total_, *turned_, *fresh_;
+  int* list_;
+  E* block_;
+};
+
+// ---- Tasks ---------------------------------------------------------------------------------------------------------
+// First the scores of parts of the keys of the last `split` pairs, then the other pairs whole (in blocks of rows), then
+// the values of parts of the columns of the split pairs. By then their scores are there, or nearly.
+template <typename E>
+int tasks(const Job<E>& job) {
+  const AttentionPlan& plan = job.plan;
+  return 2 * plan.split * plan.parts + (job.batch * job.heads - plan.split) * plan.blocks;
+}
+
+struct Task {
+  enum Kind { kScores, kWhole, kValues } kind;
+  int pair, part;
+};
+
+template <typename E>
+Task task(const Job<E>& job, int index) {
+  const AttentionPlan& plan = job.plan;
+  const int whole = job.batch * job.heads - plan.split, parts = plan.split * plan.parts;
+  if (index < parts) return {Task::kScores, whole + index / plan.parts, index % plan.parts};
+  index -= parts;
+  if (index < whole * plan.blocks) return {Task::kWhole, index / plan.blocks, index % plan.blocks};
+  index -= whole * plan.blocks;
+  return {Task::kValues, whole + index / plan.parts, index % plan.parts};
+}
+
+// The range of part `part` of `parts`, in whole vectors of 16.
+struct Range {
+  int begin, end;
+  Range(int count, int part, int parts) {
+    const int vectors = (count + kWide - 1) / kWide;
+    begin = vectors * part / parts * kWide;
+    end = std::min(count, vectors * (part + 1) / parts * kWide);
+  }
+};
+
+// What a task reads first (and second).
+template <typename E>
+void add_runs(const Job<E>& job, const Task& task, bool both, Ahead& ahead) {
+  const int live = job.lengths[task.pair / job.heads];
+  const size_t row = job.dim * sizeof(E), base = static_cast<size_t>(task.pair) * job.capacity * job.dim;
+  const auto run = [&](const E* cache, Range keys, Range columns) {
+    const size_t bytes = (columns.end - columns.begin) * sizeof(E);
+    const E* at = cache + base + static_cast<size_t>(keys.begin) * job.dim + columns.begin;
+    ahead.add({reinterpret_cast<const char*>(at), row, static_cast<int>((bytes + 63) / 64), keys.end - keys.begin});
+  };
+  const Range keys(live, 0, 1), columns(job.dim, 0, 1);
+  if (task.kind == Task::kScores) run(job.cache_k, Range(live, task.part, job.plan.parts), columns);
+  if (task.kind == Task::kValues) run(job.cache_v, keys, Range(job.dim, task.part, job.plan.parts));
+  if (task.kind == Task::kWhole) run(job.cache_k, keys, columns);
+  if (task.kind == Task::kWhole && both) run(job.cache_v, keys, columns);
+}
+
+template <typename E>
+void attend(const Job<E>& job, int index, int next) {
+  const AttentionPlan& plan = job.plan;
+  const Task now = task(job, index);
+  const int count = job.counts ? job.counts[now.pair / job.heads] : job.rows;
+  const int t0 = now.kind == Task::kWhole ? now.part * plan.block : 0;
+  const int t1 = now.kind == Task::kWhole ? std::min(count, t0 + plan.block) : count;
+  Ahead ahead;
+  if (t0 < t1) {
+    add_runs(job, now, true, ahead);
+    if (next >= 0) add_runs(job, task(job, next), false, ahead);
+    ahead.advance(kLead);
+  }
+  if (now.kind == Task::kWhole) {
+    if (t0 >= t1) return;
+    Unit<E> unit(job, now.pair, t0, t1);
+    unit.score(0, unit.live(), true, unit.own_scores(), ahead);
+    unit.softmax(unit.own_scores(), ahead);
+    unit.weigh(0, pad(job.dim), ahead);
+    return;
+  }
+  const int split = now.pair - (job.batch * job.heads - plan.split);
+  float* scores = plan.shared->memory.data + split * plan.scores;
+  AttentionShared::Progress& progress = plan.shared->progress[split];
+  if (now.kind == Task::kScores) {
+    if (t0 < t1) {
+      Unit<E> unit(job, now.pair, t0, t1);
+      const Range keys(unit.live(), now.part, plan.parts);
+      unit.score(keys.begin, keys.end, now.part + 1 == plan.parts, scores, ahead);
     }
+    progress.scored.fetch_add(1, std::memory_order_release);
+    return;
+  }
+  for (int spins = 0; progress.scored.load(std::memory_order_acquire) < plan.parts; ++spins) {
+    if (spins < 4096) {
+      cpu_pause();
+    } else {
+      std::this_thread::yield();
+    }
+  }
+  if (t0 < t1) {
+    Unit<E> unit(job, now.pair, t0, t1);
+    const Range columns(job.dim, now.part, plan.parts);
+    unit.softmax(scores, ahead);
+    unit.weigh(columns.begin, columns.end, ahead);
+  }
+  if (progress.finished.fetch_add(1, std::memory_order_acq_rel) + 1 == plan.parts) {  // ready for the next layer
+    progress.finished.store(0, std::memory_order_relaxed);
+    progress.scored.store(0, std::memory_order_relaxed);
   }
 }
 
 template <typename E>
-typename Job<E>::ScoreRows find_score_rows(int steps) {
-  if (steps == 4) return score_rows<4, E>;
-  if constexpr (sizeof(E) == sizeof(float))
-    if (steps == 8) return score_rows<8, E>;
-  return score_rows<0, E>;
+void run(const Job<E>& job, int begin, int end) {
+  const int all = tasks(job);
+  for (int i = begin; i < end; ++i) {
+    const int next = i + 1 < end ? i + 1 : i + std::max(1, job.plan.parts);
+    attend(job, i, next < all ? next : -1);
+  }
 }
 
-// Rows per unit: scores within their share of the cache, and enough units to keep the threads evenly busy.
+// Rows per unit: scores within their share of the cache, and enough units to keep the threads evenly busy. Where few
+// pairs are left over for the threads, these are split.
 template <typename E>
 void plan(Job<E>& job, int threads) {
   int longest = 0, rows = job.counts ? 1 : job.rows;
@@ -398,25 +783,42 @@ void plan(Job<E>& job, int threads) {
   }
   const size_t per_row = static_cast<size_t>(longest) + job.rows + 2 * kWide;
   const size_t fit = std::max<size_t>(1, kScoreFloats / (per_row * job.group));
-  const int pairs = job.batch * job.heads;
-  const int least = (kSplitRows + job.group - 1) / job.group;
+  const int pairs = job.batch * job.heads, vectors = job.dim / kWide;
   const int wanted = 4 * std::max(1, threads);
-  const int split = std::max(1, wanted / std::min(pairs, wanted));
-  job.block = std::max(std::min(rows, least), (rows + split - 1) / split);
-  job.block = static_cast<int>(std::min<size_t>(job.block, fit));
-  job.blocks = (rows + job.block - 1) / job.block;
-  job.score_rows = find_score_rows<E>((job.dim + kWide - 1) / kWide);
+  AttentionPlan& plan = job.plan;
+  plan = {};
+  if (threads > 1 && pairs < wanted && rows * job.group < kManyRows && fit >= static_cast<size_t>(rows) &&
+      longest >= kSplitKeys && job.dim % kWide == 0) {
+    plan.split = pairs % threads;
+    if (plan.split > 0) plan.parts = std::min(vectors, threads / std::gcd(threads, plan.split));
+    if (plan.parts < 2) plan.split = plan.parts = 0;
+    plan.block = rows;
+    plan.blocks = 1;
+  } else {
+    const int least = (kSplitRows + job.group - 1) / job.group;
+    const int split = std::max(1, wanted / std::min(pairs, wanted));
+    plan.block = std::max(std::min(rows, least), (rows + split - 1) / split);
+    plan.block = static_cast<int>(std::min<size_t>(plan.block, fit));
+    plan.blocks = (rows + plan.block - 1) / plan.block;
+  }
+  if (plan.split > 0) {
+    static thread_local AttentionShared shared;
+    plan.scores = per_row * rows * job.group;
+    plan.scores = (plan.scores + kWide - 1) / kWide * kWide;
+    shared.memory.get(plan.split * plan.scores);
+    if (shared.progress.size() < static_cast<size_t>(plan.split))
+      shared.progress = std::vector<AttentionShared::Progress>(plan.split);
+    plan.shared = &shared;
+  }
 }
 
 }  // namespace
 
 void attention_plan(AttentionJob<float>& job, int threads) { plan(job, threads); }
 
-int attention_tasks(const AttentionJob<float>& job) { return job.batch * job.heads * job.blocks; }
+int attention_tasks(const AttentionJob<float>& job) { return tasks(job); }
 
-void attention_run(const AttentionJob<float>& job, int begin, int end) {
-  for (int i = begin; i < end; ++i) attend(job, i);
-}
+void attention_run(const AttentionJob<float>& job, int begin, int end) { run(job, begin, end); }
 
 namespace {
 
@@ -462,9 +864,7 @@ ffi::Error tree_attention(ffi::ThreadPool pool, ffi::Buffer<D> q, ffi::Buffer<D>
   // Per key, head and vector of h: about one cycle for the memory and one per row.
   const double cost = keys * job.heads * (job.dim + kWide - 1) / kWide * (job.group * job.rows + 1.0);
   const int limit = threads == 0 && cost < kSerialCost ? 1 : static_cast<int>(threads);
-  parallel_for(pool, static_cast<int>(pairs) * job.blocks, limit, [&job](int begin, int end) {
-    for (int i = begin; i < end; ++i) attend(job, i);
-  });
+  parallel_for(pool, tasks(job), limit, [&job](int begin, int end) { run(job, begin, end); });
   return ffi::Error::Success();
 }
 

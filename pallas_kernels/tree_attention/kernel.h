@@ -7,10 +7,19 @@
 
 namespace jetspec {
 
+struct AttentionShared;
+
+// How a call is cut into tasks. One plan serves calls that differ in their arrays only, one after the other; it is
+// valid until the thread that made it makes another.
+struct AttentionPlan {
+  int block, blocks;        // new rows per unit and units per (sequence, head)
+  int split, parts;         // pairs whose keys (then columns) are shared between threads, and between how many
+  size_t scores;            // floats of the scores of a split pair
+  AttentionShared* shared;  // null without split pairs
+};
+
 template <typename E>
 struct AttentionJob {
-  using ScoreRows = void (*)(const float*, int, int, const E*, const int*, int, float, float*, size_t);
-
   const E *q, *cache_k, *cache_v, *new_k, *new_v;  // cache [B, K, S, h], new [B, K, rows, h]
   const int32_t* lengths;                          // [B] live cache slots
   const uint8_t* mask;                             // [B, rows, rows]
@@ -22,9 +31,7 @@ struct AttentionJob {
   // Ragged batches: rows of each sequence (at most `rows`), and the row of q and out where it begins. Null: `rows`
   // each, sequence_stride apart.
   const int32_t *counts, *first;
-  // Set by attention_plan.
-  int block, blocks;  // new rows per unit and units per (sequence, head)
-  ScoreRows score_rows;
+  AttentionPlan plan;  // set by attention_plan
 };
 
 void attention_plan(AttentionJob<float>& job, int threads);

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from jetspec_jax.models.decoder import declare
 from jetspec_jax.models.spec import WeightSpec, flatten
 from jetspec_jax.weights import load_params, open_source
-from jetspec_jax.weights.load import aligned_empty
+from pallas_kernels.memory import aligned_empty
 from tests.weights.files import FAMILIES, one_line, write_gguf, write_hf
 
 ROWS = (None, None)
