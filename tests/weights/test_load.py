@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,10 @@ def test_arrays_are_adopted_without_a_copy_and_one_at_a_time(tmp_path: Path) -> 
     finally:
         tracemalloc.stop()
     total = len(names) * big.nbytes // 2
-    assert total <= sum(x.nbytes for x in params.values()) <= peak < total + big.nbytes // 4
+    assert total <= sum(x.nbytes for x in params.values())
+    # tracemalloc does not see the arena of huge pages, where the final arrays lie on Linux
+    seen = 0 if hasattr(mmap, "MADV_HUGEPAGE") else total
+    assert seen <= peak < seen + big.nbytes // 4
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_read(
