@@ -211,7 +211,14 @@ def test_bits_do_not_depend_on_heads_or_on_group() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 3, 3, 16, 64, 200), (5, 2, 1, 1, 64, 90), (1, 1, 2, 256, 32, 40)]
+    "shape",
+    [
+        (1, 3, 3, 16, 64, 200),
+        (1, 3, 3, 1, 64, 300),  # these share the keys and columns of a head between threads
+        (1, 5, 2, 3, 128, 900),
+        (5, 2, 1, 1, 64, 90),
+        (1, 1, 2, 256, 32, 40),
+    ],
 )
 def test_bits_do_not_depend_on_threads(shape: tuple[int, ...]) -> None:
     case = make(11, *shape)
