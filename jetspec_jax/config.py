@@ -21,6 +21,7 @@ MAX_BUDGET = 256  # tree nodes; the published systems go no further
 NUMERICS = ("fast", "bitwise")
 KERNELS = ("auto", "cpu", "xla")
 WEIGHTS = ("stored", "float32")
+DRAFT_WEIGHTS = ("q8_0", "stored")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -193,6 +194,8 @@ class SpecConfig(_FromMapping):
     )
     budget: int | None = None  # tree nodes verified per round, root included
     depth: int | None = None  # longest path below the root; None: all the drafter gives
+    head_depth: int | None = None  # depths drafted by the head (lookup may go on to `depth`);
+    # None: all where depth, mode or drafter ask for trees of their own, else the device's best
     width: int = 8  # candidates kept per depth
     builder: str = "exact"
     lookup_ngram: int = 3  # longest n-gram that prompt lookup matches
@@ -211,7 +214,7 @@ class SpecConfig(_FromMapping):
         _one_of("SpecConfig", "builder", self.builder, BUILDERS)
         for field, low in (("width", 1), ("lookup_ngram", 1), ("lookup_branches", 1)):
             _at_least("SpecConfig", field, getattr(self, field), low)
-        for field in ("budget", "depth"):
+        for field in ("budget", "depth", "head_depth"):
             if getattr(self, field) is not None:
                 _at_least("SpecConfig", field, getattr(self, field), 1)
         if self.budget is not None and self.budget > MAX_BUDGET:
@@ -282,6 +285,9 @@ class EngineConfig(_FromMapping):
     of the file (GGUF blocks, bfloat16) wherever a kernel decodes it, or "float32", expanded at
     load. The values are the same, and so are the tokens; only memory and speed differ. With XLA
     weights are arrays of `dtype` in both cases.
+
+    `draft_weights` is the same for the draft head, or "q8_0": rounded to 8 bits at load. What the
+    head drafts decides how many tokens a round commits, never which.
     """
 
     capacity: int | None = (
@@ -291,6 +297,7 @@ class EngineConfig(_FromMapping):
     numerics: str | None = None  # fast | bitwise; None: bitwise where it is free (native kernels)
     kernels: str = "auto"  # auto | cpu (native, XLA FFI) | xla
     weights: str = "stored"  # stored | float32
+    draft_weights: str = "q8_0"  # q8_0 | stored (as `weights`)
     max_batch: int = 32
     prefill_chunk: int = 64
     attention_chunk: int = 256
@@ -301,6 +308,7 @@ class EngineConfig(_FromMapping):
             _one_of("EngineConfig", "numerics", self.numerics, NUMERICS)
         _one_of("EngineConfig", "kernels", self.kernels, KERNELS)
         _one_of("EngineConfig", "weights", self.weights, WEIGHTS)
+        _one_of("EngineConfig", "draft_weights", self.draft_weights, DRAFT_WEIGHTS)
         for field in ("capacity", "max_batch", "prefill_chunk", "attention_chunk"):
             if getattr(self, field) is not None:
                 _at_least("EngineConfig", field, getattr(self, field), 1)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jetspec_jax.engine import LLM
     from jetspec_jax.session import Session
 
-_VERSION = 3  # of the file; raise it when rounds change in cost
+_VERSION = 4  # of the file; raise it when rounds change in cost
 _PROMPT = 64  # tokens in the cache while measuring
 _ROUNDS, _TURNS = 2, 6
 _LONG_S = 0.1  # rounds this long are timed one at a time

@@ -135,11 +135,11 @@ def _head_candidates(
     """One causal parallel forward of the head on [anchor, MASK, ...] -> candidates per depth,
     leaves [B, D, ...].
     """
-    head = plan.head_config
+    head, depth = plan.head_config, plan.spec.head_depth or plan.depth
     block = drafter.block_inputs(head, anchor[:, None], state.cached[:, None])
     embeds = embed_tokens(params.target, block.tokens)
     if plan.numerics.head:
-        shape = (anchor.shape[0], plan.depth, head.head_vocab_size)
+        shape = (anchor.shape[0], depth, head.head_vocab_size)
         return drafter.block_candidates(
             params.draft,
             head,
@@ -151,7 +151,7 @@ def _head_candidates(
             state.context,
             state.cached,
             state.speculate & (state.status == RUNNING),
-            depth=plan.depth,
+            depth=depth,
             width=plan.spec.width,
             temperature=state.sampling.temperature if plan.sampled else None,
             noise=_target_noise(plan, params, state, shape) if plan.sampled else None,
@@ -166,7 +166,7 @@ def _head_candidates(
         state.cached[:, None],
         chunk=plan.numerics.attention_chunk,
     )
-    logits = drafter.draft_scores(params.draft, head, params.draft_lm, hidden[:, 0, : plan.depth])
+    logits = drafter.draft_scores(params.draft, head, params.draft_lm, hidden[:, 0, :depth])
 
     def one(row: Array, anchor: Array, t: Array | None, noise: Array | None) -> Candidates:
         return drafter.candidates(
@@ -199,7 +199,7 @@ def _target_noise(
     ids = params.draft_ids
     if ids is None:
         ids = jnp.arange(plan.model.vocab_size, dtype=jnp.int32)
-    depths = jnp.arange(1, plan.depth + 1, dtype=jnp.int32)
+    depths = jnp.arange(1, shape[1] + 1, dtype=jnp.int32)
     sampling = state.sampling
 
     def row(seed: Array, anchor_position: Array) -> Array:

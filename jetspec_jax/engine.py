@@ -37,6 +37,9 @@ from jetspec_jax.state import RUNNING, EngineParams
 # Node counts that the automatic budget chooses from. With the native decoder stack rows are data:
 # one program serves all of them, so the steps are fine. Else each count is a branch of the program.
 STACK_BUDGETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24)
+# Depths that the head drafts there: verification is so cheap that drafting counts, and few rounds
+# reach further (lookup's continuations may).
+STACK_HEAD_DEPTH = 4
 BRANCH_BUDGETS = {"cpu": (1, 4, 8, 16), "xla": (1, 4, 8)}
 DEFAULT_CAPACITY = 2_048  # tokens a sequence, where the model's context allows
 LOOKUP_DEPTH = 8  # drafted tokens per round where no head sets the depth
@@ -181,10 +184,17 @@ class LLM:
                 f"depth={depth} is more than the draft head's {head.depth}; give at most"
                 f" {head.depth}"
             )
+        if spec.head_depth is not None and spec.head_depth > depth:
+            raise ConfigError(
+                f"head_depth={spec.head_depth} is more than depth={depth}; give at most that"
+            )
+        free = spec.depth is None and spec.mode == "auto" and kind == "hybrid"
         return dataclasses.replace(
             spec,
             drafter=kind,
             depth=depth,
+            head_depth=spec.head_depth
+            or (min(STACK_HEAD_DEPTH, depth) if free and self._stack else depth),
             width=min(spec.width, head.head_vocab_size),
             builder="chain" if spec.mode == "chain" else spec.builder,
         )

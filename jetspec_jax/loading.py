@@ -199,7 +199,9 @@ def load_head(
     say = progress or (lambda _: None)
     folder = resolve_model(path)
     say(f"loading draft head from {folder}")
-    pack = Packer(engine.weights == "stored") if resolve_kernels(engine) == "cpu" else None
+    pack = None
+    if resolve_kernels(engine) == "cpu":
+        pack = Packer(engine.weights == "stored", quantise=engine.draft_weights == "q8_0")
     loaded = drafter.load_draft(folder, target.config, jnp.dtype(engine.dtype), pack=pack)
     _tell_formats(say, "draft head weights", loaded.params, pack)
     return make_head(folder, loaded.config, loaded.params, loaded.id_map, target)

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from jetspec_jax.config import (
     BUILDERS,
+    DRAFT_WEIGHTS,
     DRAFTERS,
     DTYPES,
     KERNELS,
@@ -90,6 +91,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="projections in memory, same values and tokens: stored, as in the file wherever a "
         "native kernel decodes it (default), or float32; with XLA always --dtype",
     )
+    group.add_argument(
+        "--draft-weights",
+        choices=DRAFT_WEIGHTS,
+        help="the draft head's in memory: q8_0, rounded to 8 bits, which changes no token "
+        "(default), or stored, as --weights; with XLA always --dtype",
+    )
 
 
 def add_spec_flags(parser: argparse.ArgumentParser) -> None:
@@ -101,6 +108,12 @@ def add_spec_flags(parser: argparse.ArgumentParser) -> None:
         "--drafter", choices=DRAFTERS, help="who drafts (default: hybrid, or lookup without a head)"
     )
     group.add_argument("--depth", type=int, metavar="D", help="longest drafted path")
+    group.add_argument(
+        "--head-depth",
+        type=int,
+        metavar="D",
+        help="depths drafted by the head; lookup may go on to --depth (default: the device's best)",
+    )
     group.add_argument("--width", type=int, metavar="W", help="candidates kept per depth")
     group.add_argument(
         "--budget", type=int, metavar="N", help="tree nodes verified per round, root included"
@@ -144,7 +157,7 @@ def spec_from_args(args: argparse.Namespace) -> SpecConfig:
     values: dict[str, Any] = {}
     if args.spec_config is not None:
         values |= load_mapping(args.spec_config, "--spec-config")
-    for key in ("drafter", "depth", "width", "budget", "builder"):
+    for key in ("drafter", "depth", "head_depth", "width", "budget", "builder"):
         if getattr(args, key) is not None:
             values[key] = getattr(args, key)
     if args.spec is not None:
@@ -153,7 +166,7 @@ def spec_from_args(args: argparse.Namespace) -> SpecConfig:
 
 
 def engine_from_args(args: argparse.Namespace, **extra: Any) -> EngineConfig:
-    names = ("dtype", "capacity", "numerics", "kernels", "weights")
+    names = ("dtype", "capacity", "numerics", "kernels", "weights", "draft_weights")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return EngineConfig.from_mapping(given | extra)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SpecConfig
+from jetspec_jax.errors import ConfigError
 from jetspec_jax.policy import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
@@ -15,7 +16,8 @@ from jetspec_jax.policy import (
     fresh_control,
     update,
 )
-from tests.doubles import engine
+from jetspec_jax.testing import tiny_llm
+from tests.doubles import engine, greedy
 
 
 def int32(x):
@@ -136,3 +138,22 @@ def test_auto_budgets_start_plain_and_end_at_the_given_one():
     assert plan["budgets"] == list(llm.budgets(llm.spec))
     assert plan["memory"]["target_bytes"] > 0
     assert np.isfinite(plan["memory"]["cache_bytes_per_sequence"])
+
+
+def test_the_head_drafts_to_its_own_depth():
+    """Lookup may go on to `depth`; where the user asks for a depth, the head drafts all of it."""
+    llm = tiny_llm(head=True)
+    free = llm.resolve(SpecConfig())
+    assert free.depth == llm.draft_config.depth
+    assert free.head_depth == min(4, free.depth)
+    for spec in (SpecConfig(depth=3), SpecConfig(drafter="head"), SpecConfig(mode="tree")):
+        resolved = llm.resolve(spec)
+        assert resolved.head_depth == resolved.depth
+    assert llm.resolve(SpecConfig(head_depth=2)).head_depth == 2
+    with pytest.raises(ConfigError, match="head_depth=3 is more than depth=2"):
+        llm.resolve(SpecConfig(depth=2, head_depth=3))
+    ids = [5, 6, 7, 5, 6]
+    plain = llm.generate(ids, greedy(24), spec=SpecConfig(mode="off"))[0].token_ids
+    for depth in (1, 2):
+        got = llm.generate(ids, greedy(24), spec=SpecConfig(head_depth=depth))[0].token_ids
+        assert got == plain

@@ -87,7 +87,9 @@ def block_candidates(
         temperature: [B] or None, noise: [B, depth, Vd] or None, as in `candidates`.
     """
     batch, slots, _ = embeds.shape
-    counts = jnp.where(active, slots, 0).astype(jnp.int32)
+    # a causal head's slots past the last wanted depth change nothing before them
+    used = depth + (0 if cfg.draft_shift else 1) if cfg.causal else slots
+    counts = jnp.where(active, min(used, slots), 0).astype(jnp.int32)
     square = jnp.ones((slots, slots), bool)
     mask = jnp.tril(square) if cfg.causal else square
     inv_freq, rope_scale = inverse_frequencies(cfg.rope, cfg.head_dim)

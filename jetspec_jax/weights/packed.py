@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from jetspec_jax.models.spec import WeightSpec
+from jetspec_jax.weights import quantize
 from jetspec_jax.weights.dequant import dequantize
 from jetspec_jax.weights.source import RawTensor
 from pallas_kernels import native
@@ -30,13 +31,14 @@ class Packer:
 
     Args:
         stored: keep the format of the file where there is a kernel for it; else float32 throughout.
+        quantise: store every weight of whole blocks as Q8_0 instead, whatever the file has.
 
     Attributes:
         expanded: number of weights that `stored` could not keep, by reason.
     """
 
-    def __init__(self, stored: bool) -> None:
-        self.stored = stored
+    def __init__(self, stored: bool, quantise: bool = False) -> None:
+        self.stored, self.quantise = stored, quantise
         self.expanded: collections.Counter[str] = collections.Counter()
 
     def __call__(
@@ -48,6 +50,12 @@ class Packer:
             if self.stored and spec.stack and kinds != {"F32"}:
                 self.expanded["experts, which have no packed kernel"] += 1
             return None
+        if self.quantise and parts[0].shape[1] % quantize.BLOCK == 0:
+            count = sum(len(part.blocks) for part in parts)
+            values = _rows(parts, 0, count, stored=False)[1]
+            for part in parts:
+                part.release()
+            return rim.pack_gguf(quantize.q8_0(values), "Q8_0", "cpu")
         if self.stored and kinds != {"F32"}:
             reason = refusal(kinds)
             if reason is None:
