@@ -33,9 +33,7 @@ constexpr int kTileRows = 2;
 #endif
 constexpr int kValueBlock = 64;            // keys whose values are shared by all row tiles: 16 KB at h = 64
 constexpr int kFewRowsBlock = 32;          // the same for a single tile, which shares nothing: between two prefetches
-constexpr int kLead = 32;                  // keys that the prefetch runs ahead
-constexpr int kTransposeRows = 9;          // query rows from which turning a tile of keys pays
-constexpr int kScoreRows = 3;              // query rows scored at once against a turned tile
+constexpr int kLead = 64;                  // keys that the prefetch runs ahead
 constexpr size_t kScoreFloats = 96 << 10;  // scores kept per unit of work: 384 KB, a part of L2
 constexpr int kSplitRows = 12;             // fewer rows per unit than this do not pay for reading K and V again
 constexpr int kManyRows = 96;              // query rows from which units are parts of the rows, not of keys and columns
@@ -191,139 +189,28 @@ inline void score16(const float* q, int padded, const E* keys, float scale, floa
   fold16(sums, out, scale);
 }
 
-#if JETSPEC_FORM == 3
-// Turns 16 keys: turned[d * 16 + i] = keys[i * padded + d].
-template <int C>
-inline void turn(const float* keys, int padded, float* turned) {
-  const int width = C > 0 ? C * kWide : padded;
-  for (int d = 0; d < width; d += 4, keys += 4, turned += 4 * kWide) {
-    Vec v[4];  // v[i]: four elements of the keys i, i + 4, i + 8, i + 12
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      v[i] = _mm512_castps128_ps512(_mm_loadu_ps(keys + i * width));
-      v[i] = _mm512_mask_broadcast_f32x4(v[i], 0x00F0, _mm_loadu_ps(keys + (i + 4) * width));
-      v[i] = _mm512_mask_broadcast_f32x4(v[i], 0x0F00, _mm_loadu_ps(keys + (i + 8) * width));
-      v[i] = _mm512_mask_broadcast_f32x4(v[i], 0xF000, _mm_loadu_ps(keys + (i + 12) * width));
-    }
-    const Vec a = _mm512_unpacklo_ps(v[0], v[1]), b = _mm512_unpackhi_ps(v[0], v[1]);
-    const Vec c = _mm512_unpacklo_ps(v[2], v[3]), e = _mm512_unpackhi_ps(v[2], v[3]);
-    store(turned, _mm512_shuffle_ps(a, c, 0x44));
-    store(turned + kWide, _mm512_shuffle_ps(a, c, 0xEE));
-    store(turned + 2 * kWide, _mm512_shuffle_ps(b, e, 0x44));
-    store(turned + 3 * kWide, _mm512_shuffle_ps(b, e, 0xEE));
-  }
-}
-
-template <int R>
-struct Rows {
-  Vec of[R];
-};
-
-// The sum of the partial sums `lane`, lane + Step, ..., in the order of the fold by halves, for R queries and 16 keys.
-template <int C, int R, int Step>
-inline Rows<R> turned_sum(const float* q, int padded, const float* turned, int lane) {
-  if constexpr (Step < kWide) {
-    Rows<R> low = turned_sum<C, R, 2 * Step>(q, padded, turned, lane);
-    const Rows<R> high = turned_sum<C, R, 2 * Step>(q, padded, turned, lane + Step);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) low.of[r] = low.of[r] + high.of[r];
-    return low;
-  } else {
-    Rows<R> sum;
-    const Vec first = load(turned + lane * kWide);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) sum.of[r] = splat(q[r * padded + lane]) * first;
-    const int end = C > 0 ? C * kWide : padded;
-#pragma GCC unroll 8
-    for (int d = kWide; d < end; d += kWide) {
-      const Vec key = load(turned + (d + lane) * kWide);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) sum.of[r] = fma(splat(q[r * padded + d + lane]), key, sum.of[r]);
-    }
-    return sum;
-  }
-}
-
-template <int C, int R>
-inline void score_turned(const float* q, int padded, const float* turned, float scale, float* out, size_t stride) {
-  const Rows<R> sum = turned_sum<C, R, 1>(q, C > 0 ? C * kWide : padded, turned, 0);
-  for (int r = 0; r < R; ++r) store(out + r * stride, sum.of[r] * splat(scale));
-}
-#endif
-
-// 16 keys to be scored, turned where that pays.
+// Scores of 16 keys for all rows, while `keys` more are asked for.
 template <typename E>
-class Tile {
- public:
-  static constexpr bool kCanTurn = JETSPEC_FORM == 3 && sizeof(E) == sizeof(float);
-
-  Tile(int rows, int padded, float scale, float* spare)
-      : padded_(padded), turn_(kCanTurn && rows >= kTransposeRows), scale_(scale), spare_(spare) {}
-
-  // Tiles that are not full get zeros behind their keys.
-  void set(const E* k, int count) {
-    keys_ = k;
-    if (count < kWide) {
-      E* copy = reinterpret_cast<E*>(spare_);
-      std::memcpy(copy, k, static_cast<size_t>(count) * padded_ * sizeof(E));
-      std::memset(copy + static_cast<size_t>(count) * padded_, 0, (kWide - count) * padded_ * sizeof(E));
-      keys_ = copy;
-    }
-#if JETSPEC_FORM == 3
-    if constexpr (kCanTurn)
-      if (turn_) padded_ == 4 * kWide ? turn<4>(keys_, padded_, turned()) : turn<0>(keys_, padded_, turned());
-#endif
-  }
-
-  // out[r * stride + i] = scores of key i, for at most kScoreRows queries.
-  void score(const float* q, int rows, float* out, size_t stride) const {
-    if (padded_ == 4 * kWide) {
-      run<4>(q, rows, out, stride);
-    } else {
-      run<0>(q, rows, out, stride);
-    }
-  }
-
- private:
-  template <int C>
-  void run(const float* q, int rows, float* out, size_t stride) const {
-#if JETSPEC_FORM == 3
-    if constexpr (kCanTurn)
-      if (turn_ && rows == kScoreRows) return score_turned<C, kScoreRows>(q, padded_, turned(), scale_, out, stride);
-#endif
-    for (int r = 0; r < rows; ++r, q += padded_, out += stride) {
-#if JETSPEC_FORM == 3
-      if constexpr (kCanTurn)
-        if (turn_) {
-          score_turned<C, 1>(q, padded_, turned(), scale_, out, stride);
-          continue;
-        }
-#endif
-      score16<C>(q, padded_, keys_, scale_, out);
-    }
-  }
-  float* turned() const { return spare_ + static_cast<size_t>(kWide) * padded_; }
-
-  const E* keys_ = nullptr;
-  int padded_;
-  bool turn_;
-  float scale_;
-  float* spare_;  // a copy of the keys, and the turned keys
-};
-
-// Scores of `count` keys for all rows.
-template <typename E>
-void score_keys(Tile<E>& tile, const float* q, int rows, int padded, const E* k, int count, float* out, size_t stride,
+void score_tile(const float* q, int rows, int padded, const E* tile, float scale, float* out, size_t stride, int keys,
                 Ahead& ahead) {
-  for (int j = 0; j < count; j += kWide) {
-    const int here = std::min(kWide, count - j);
-    tile.set(k + static_cast<size_t>(j) * padded, here);
-    for (int r = 0; r < rows; r += kScoreRows) {
-      const int size = std::min(kScoreRows, rows - r);
-      ahead.advance(here * (r + size) / rows - here * r / rows);
-      tile.score(q + static_cast<size_t>(r) * padded, size, out + r * stride + j, stride);
+  for (int r = 0; r < rows; ++r, q += padded, out += stride) {
+    ahead.advance(keys * (r + 1) / rows - keys * r / rows);
+    if (padded == 4 * kWide) {
+      score16<4>(q, padded, tile, scale, out);
+    } else {
+      score16<0>(q, padded, tile, scale, out);
     }
   }
+}
+
+// The tile of 16 keys that begins at k; a copy with zeros behind the last where there are fewer, not to read on.
+template <typename E>
+const E* whole_tile(const E* k, int count, int padded, E* spare) {
+  if (count >= kWide) return k;
+  const size_t used = static_cast<size_t>(count) * padded;
+  std::memcpy(spare, k, used * sizeof(E));
+  std::memset(spare + used, 0, (static_cast<size_t>(kWide) * padded - used) * sizeof(E));
+  return spare;
 }
 
 // Appends the scores that a row sees; up to 16 floats behind them may be written.
@@ -509,8 +396,8 @@ class Unit {
                             static_cast<size_t>(pad(rows_)),                    // largest scores
                             static_cast<size_t>(pad(rows_)),                    // totals
                             static_cast<size_t>(pad(job.rows)),                 // the list of a row
-                            2 * static_cast<size_t>(kWide) * padded_,           // a tile of keys
-                            static_cast<size_t>(pad(job.group)) * kWide,        // scores of new keys
+                            static_cast<size_t>(kWide) * padded_,               // a tile of keys
+                            static_cast<size_t>(job.group) * kWide,             // scores of new keys
                             copy ? static_cast<size_t>(kValueBlock) * padded_ : 0,
                             copy ? 2 * static_cast<size_t>(job.rows) * padded_ : 0};
     size_t all = 0;
@@ -528,7 +415,7 @@ class Unit {
     most_ = take();
     total_ = take();
     list_ = reinterpret_cast<int*>(take());
-    turned_ = take();
+    tile_ = reinterpret_cast<E*>(take());
     fresh_ = take();
     block_ = reinterpret_cast<E*>(take());
     if (copy) {
@@ -554,13 +441,16 @@ class Unit {
         for (int i = 0; i < job_.dim; ++i) to[i] = widen(from[i]);
         for (int i = job_.dim; i < padded_; ++i) to[i] = 0.0f;
       }
-    Tile<E> tile(rows_, padded_, job_.scale, turned_);
     const int step = padded_ == job_.dim ? std::max(1, j1 - j0) : kValueBlock;
     for (int j = j0; j < j1; j += step) {
       const int count = std::min(step, j1 - j);
-      score_keys(tile, q_, rows_, padded_, cached(cache_k_, j, count), count, scores + j, stride_, ahead);
+      const E* keys = cached(cache_k_, j, count);
+      for (int i = 0; i < count; i += kWide) {
+        const E* tile = whole_tile(keys + static_cast<size_t>(i) * padded_, count - i, padded_, tile_);
+        score_tile(q_, rows_, padded_, tile, job_.scale, scores + j + i, stride_, kWide, ahead);
+      }
     }
-    if (fresh) score_new(tile, scores + live_);
+    if (fresh) score_new(scores + live_);
   }
 
   // Turns scores into weights (own_scores()) and the total of each row.
@@ -627,21 +517,20 @@ class Unit {
     return count;
   }
 
-  void score_new(Tile<E>& tile, float* scores) {
+  void score_new(float* scores) {
     const int group = job_.group;
     int* used = list_;  // new scores of each row t so far
     std::memset(used, 0, (t1_ - t0_) * sizeof(int));
+    Ahead none;
     for (int j = 0; j < count_; j += kWide) {
       const int here = std::min(kWide, count_ - j);
-      tile.set(new_k_ + static_cast<size_t>(j) * padded_, here);
+      const E* tile = whole_tile(new_k_ + static_cast<size_t>(j) * padded_, here, padded_, tile_);
       for (int t = t0_, r = 0; t < t1_; ++t, r += group) {
         const uint8_t* seen = mask(t) + j;
         uint32_t bits = 0;
         for (int i = 0; i < here; ++i) bits |= static_cast<uint32_t>(seen[i] != 0) << i;
         if (bits == 0) continue;
-        for (int g = 0; g < group; g += kScoreRows)
-          tile.score(q_ + static_cast<size_t>(r + g) * padded_, std::min(kScoreRows, group - g), fresh_ + g * kWide,
-                     kWide);
+        score_tile(q_ + static_cast<size_t>(r) * padded_, group, padded_, tile, job_.scale, fresh_, kWide, 0, none);
         int added = 0;
         for (int g = 0; g < group; ++g)
           added = append_visible(fresh_ + g * kWide, bits, scores + (r + g) * stride_ + used[t - t0_]);
@@ -654,9 +543,9 @@ class Unit {
   int b_, t0_, t1_, live_, count_, rows_, padded_;
   size_t head0_, stride_;
   const E *cache_k_, *cache_v_, *new_k_, *new_v_;
-  float *q_, *acc_, *p_, *most_, *total_, *turned_, *fresh_;
+  float *q_, *acc_, *p_, *most_, *total_, *fresh_;
   int* list_;
-  E* block_;
+  E *tile_, *block_;
 };
 
 // ---- Tasks ---------------------------------------------------------------------------------------------------------

@@ -221,7 +221,7 @@ def test_bits_do_not_depend_on_heads_or_on_group() -> None:
     ],
 )
 def test_bits_do_not_depend_on_threads(shape: tuple[int, ...]) -> None:
-    case = make(11, *shape)
+    case = make(7, *shape)
     alone = run(case, threads=1)
     assert all(same_bits(run(case, threads=n), alone) for n in (0, 2, 2, 2, 7))
 
