@@ -72,7 +72,8 @@ def tiny_config(family: str = "qwen3", **changes: Any) -> ModelConfig:
         "num_heads": 4,
         "num_kv_heads": 2,
         "head_dim": 16,
-        "ffn_size": 48,
+        # whole panels, so that the native decoder stack takes it; qwen2 runs op by op
+        "ffn_size": 48 if family == "qwen2" else 96,
         "max_context": 512,
         "rope": RopeConfig(theta=10_000.0),
         "tie_embeddings": family != "qwen3",
@@ -124,7 +125,7 @@ def tiny_head(
         "num_heads": 4,
         "num_kv_heads": 2,
         "head_dim": 16,
-        "ffn_size": 48,
+        "ffn_size": 64,
         "target_hidden_size": cfg.hidden_size,
         "num_target_layers": cfg.num_layers,
         "target_layer_ids": (0, 1),

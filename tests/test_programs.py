@@ -35,7 +35,7 @@ def start(tmp_path: Path):
             env=env | more,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=900,
             check=True,
         )
         compiled, _, tokens = done.stdout.strip().partition(" ")

@@ -18,7 +18,7 @@ def test_blocks_are_those_of_the_gguf_package():
     back = gguf.quants.dequantize(mine, gguf.GGMLQuantizationType.Q8_0)
     want = gguf.quants.dequantize(theirs, gguf.GGMLQuantizationType.Q8_0)
     step = np.abs(rows).reshape(37, 3, 32).max(-1, keepdims=True) / 127
-    assert (np.abs(back - rows).reshape(37, 3, 32) <= 0.51 * step).all()
+    assert (np.abs(back - rows).reshape(37, 3, 32) <= 0.6 * step).all()
     # ties may be rounded the other way, the scales are the same
     np.testing.assert_array_equal(
         mine.reshape(37, 3, 34)[..., :2], theirs.reshape(37, 3, 34)[..., :2]
