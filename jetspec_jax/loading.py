@@ -30,7 +30,7 @@ from jetspec_jax.weights import (
     resolve_model,
 )
 from jetspec_jax.weights.packed import Packer
-from pallas_kernels import native, tree_attention
+from pallas_kernels import native
 from pallas_kernels import row_invariant_matmul as rim
 
 
@@ -84,11 +84,10 @@ def resolve_kernels(engine: EngineConfig) -> str:
         return "xla"
     wanted: Any = engine.kernels
     try:
-        # matmul and attention go together: the bits of a row depend on both
-        chosen = {rim.resolve(wanted), tree_attention.resolve(wanted)}
+        # all ops are one library: what one of them can have, all can
+        return rim.resolve(wanted)
     except native.KernelError as err:
         raise KernelError(str(err)) from err
-    return "cpu" if chosen == {"cpu"} else "xla"
 
 
 def weight_transform(

@@ -23,7 +23,7 @@ from jetspec_jax.loading import (
 from jetspec_jax.models.decoder import forward_full
 from jetspec_jax.models.spec import flatten
 from jetspec_jax.testing import byte_tokenizer
-from pallas_kernels import native, tree_attention
+from pallas_kernels import native
 from pallas_kernels import row_invariant_matmul as rim
 from tests.weights.files import VOCAB, write_gguf, write_hf
 
@@ -39,14 +39,9 @@ def test_native_kernels_in_another_dtype_are_refused():
 
 
 def test_kernels_that_cannot_be_built_are_one_line(monkeypatch):
-    monkeypatch.setattr(tree_attention, "resolve", no_compiler)
+    monkeypatch.setattr(rim, "resolve", no_compiler)
     with pytest.raises(KernelError, match="no C\\+\\+ compiler"):
         weight_transform(EngineConfig(kernels="cpu"))
-
-
-def test_one_missing_kernel_means_xla_for_all(monkeypatch):
-    monkeypatch.setattr(tree_attention, "resolve", lambda _: "xla")
-    assert weight_transform(EngineConfig()) == (None, "xla")
 
 
 @pytest.fixture(autouse=True)
