@@ -170,6 +170,12 @@ def test_equal_scores_keep_the_order_of_ids() -> None:
     tokens, table = run(case, 5)
     assert (tokens == np.arange(5)).all()
     np.testing.assert_allclose(table, -np.log(VOCAB), atol=1e-5)
+    score = np.linspace(-3, -2, VOCAB, dtype=np.float32)
+    score[[410, 3, 400, 5]] = 1.0  # in two units of work
+    score[7] = 2.0
+    case = case._replace(head=rim.pack(score[:, None] * np.eye(1, HIDDEN, dtype=np.float32), "cpu"))
+    case = case._replace(hidden=np.ones((BATCH, DEPTH, HIDDEN), np.float32))
+    assert (run(case, 5)[0] == [7, 3, 5, 400, 410]).all()
 
 
 def test_conditional_scores_add_up() -> None:
