@@ -48,10 +48,10 @@ def _one_of(owner: str, name: str, value: Any, allowed: tuple[str, ...]) -> None
         raise ConfigError(f"{owner}.{name}={value!r} is not known; {hint}")
 
 
-def _at_least(owner: str, name: str, value: Any, low: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= low:
+def _at_least(owner: str, name: str, value: Any, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not value >= low:
         raise ConfigError(
-            f"{owner}.{name}={value!r} is too small or not a number; give at least {low}"
+            f"{owner}.{name}={value!r} is no whole number or too small; give at least {low}"
         )
 
 

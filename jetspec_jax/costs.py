@@ -5,6 +5,7 @@ A wrong table can make decoding slower, never different: every budget gives the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -129,7 +130,8 @@ def _device_key() -> str:
             ),
             cpu,
         )
-    return f"{device.device_kind}|{cpu}|{os.cpu_count()}|jaxlib {jax.__version__}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{device.device_kind}|{cpu}|{cores}|jaxlib {jax.__version__}"
 
 
 def load_or_measure(llm: LLM, plan: RoundPlan, batch: int, say: Callable[[str], None]) -> Costs:
@@ -139,18 +141,36 @@ def load_or_measure(llm: LLM, plan: RoundPlan, batch: int, say: Callable[[str], 
     if llm.capacity < 2 * _PROMPT + _ROUNDS * plan.path_rows:
         return unmeasured(plan)
     key = hashlib.sha256(
-        f"{_VERSION}|{_device_key()}|{batch}|{llm.engine}|{plan!r}".encode()
+        f"{_VERSION}|{_device_key()}|{batch}|{llm.engine}|{llm.weights}|{plan!r}".encode()
     ).hexdigest()[:24]
     path = cache_home() / "costs" / f"{key}.json"
-    try:
-        kept = json.loads(path.read_text())
-        return _table({**kept, "t_verify_s": {int(b): t for b, t in kept["t_verify_s"].items()}})
-    except (OSError, ValueError, KeyError):
-        pass  # not measured yet, or not readable: measure
+    kept = _read(path, plan.budgets)
+    if kept is not None:
+        return _table(kept)
     say("measuring round costs ...")
     measured = measure(llm, plan, batch)
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps({**measured, "device": _device_key(), "budgets": plan.budgets}))
-    part.replace(path)
+    with contextlib.suppress(OSError):  # not kept: the next start measures again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps({**measured, "device": _device_key(), "budgets": plan.budgets}))
+        part.replace(path)
     return _table(measured)
+
+
+def _read(path: Path, budgets: tuple[int, ...]) -> dict[str, Any] | None:
+    """What was measured; None where there is no file, or not one with a sane time for every
+    budget: a table that is wrong silently makes decoding slow.
+    """
+    try:
+        kept = json.loads(path.read_text())
+        verify = {int(b): float(t) for b, t in kept["t_verify_s"].items()}
+        found = {
+            "t_plain_s": float(kept["t_plain_s"]),
+            "t_verify_s": verify,
+            "t_draft_s": float(kept["t_draft_s"]),
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    times = (found["t_plain_s"], *verify.values())
+    sane = all(0 < t < float("inf") for t in times) and 0 <= found["t_draft_s"] < float("inf")
+    return found if sane and tuple(verify) == budgets else None

@@ -23,7 +23,14 @@ from jetspec_jax.config import (
     SpecConfig,
 )
 from jetspec_jax.errors import ConfigError, InputError
-from jetspec_jax.loading import Head, Target, bundled_head_path, load_head, load_target
+from jetspec_jax.loading import (
+    Head,
+    Target,
+    bundled_head_path,
+    load_head,
+    load_target,
+    weight_formats,
+)
 from jetspec_jax.models.decoder import Numerics, takes_stack
 from jetspec_jax.numerics.probe import ProbeReport, probe
 from jetspec_jax.plan import RoundPlan
@@ -124,6 +131,7 @@ class LLM:
         self.engine, self._say, self._target, self._head = engine, say, target, head
         self.tokenizer = target.tokenizer
         native = target.kernels == "cpu"
+        self.weights = weight_formats(target.params)  # bytes by format
         self._stack = native and takes_stack(target.params, target.config)
         self._native_head = (
             self._stack

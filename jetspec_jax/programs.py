@@ -68,6 +68,9 @@ def _code_version() -> str:
     return digest.hexdigest()
 
 
+_KEEP_S = 30 * 86_400.0  # programs that nothing has loaded for this long are dropped
+
+
 class ProgramStore:
     """Compiled programs on disk. A file that is missing, damaged or of other code is not there."""
 
@@ -88,6 +91,7 @@ class ProgramStore:
         """The program, or None. `kernels`: it calls native kernels, which are registered first."""
         try:
             payload = path.read_bytes()
+            os.utime(path)
         except OSError:
             return None
         if kernels:
@@ -106,6 +110,9 @@ class ProgramStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             part.write_bytes(pickle.dumps(serialize_executable.serialize(program)))
             part.replace(path)
+            for old in self._folder.iterdir():  # programs of older code, and of starts cut short
+                if time.time() - old.stat().st_mtime > _KEEP_S:
+                    old.unlink()
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
 

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 import os
 import platform
 import re
@@ -27,6 +28,7 @@ from pathlib import Path
 import jax
 import jaxlib.version
 
+_logger = logging.getLogger("pallas_kernels")
 COMPILERS = ("c++", "g++", "clang++")
 _HERE = Path(__file__).parent
 SOURCES = tuple(sorted(_HERE.glob("*/cpu.cc")))  # of all ops
@@ -182,6 +184,8 @@ def _compile(
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(one, sources, objects))
         _run([compiler, "-shared", *link, "-o", str(output), *map(str, objects)], "link")
+        if not output.is_file():
+            raise KernelError(f"{compiler} ended without an error and without a library")
         os.replace(output, target)
 
 
@@ -198,6 +202,11 @@ def _build_and_open(
     with _FileLock(folder / ".lock"):
         for attempt in (0, 1):
             if not target.exists():
+                _logger.warning("compiling native CPU kernels, once for this machine ...")
+                for debris in folder.glob(
+                    ".build-*"
+                ):  # of a build that was killed; we have the lock
+                    shutil.rmtree(debris, ignore_errors=True)
                 start = time.perf_counter()
                 _compile(sources, target, compiler, full, extra_flags)
                 seconds = time.perf_counter() - start

@@ -131,7 +131,7 @@ def build_parser() -> cli.Parser:
         "--weights-modes",
         default=",".join(WEIGHTS),
         metavar="MODE,...",
-        help=f"default: {','.join(WEIGHTS)}",
+        help=f"weight formats to compare, see --weights (default: {','.join(WEIGHTS)})",
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
@@ -154,6 +154,8 @@ def _numbers(text: str, flag: str) -> list[int]:
 
 def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     batches = _numbers(args.batches, "--batches")
+    if args.weights is not None:
+        raise ConfigError("--weights: this command takes --weights-modes, one or more of them")
     modes = args.weights_modes.split(",")
     if unknown := [m for m in modes if m not in WEIGHTS]:
         raise ConfigError(f"--weights-modes {unknown[0]}: choose from {', '.join(WEIGHTS)}")

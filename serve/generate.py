@@ -167,10 +167,17 @@ def _check_combinations(args: argparse.Namespace) -> None:
         raise ConfigError("--logprobs are part of the JSON output; add --json or --jsonl")
     if args.color_accepted and (args.json or args.jsonl):
         raise ConfigError("--color-accepted colours text; drop it or --json/--jsonl")
-    if args.spec == "off":
-        for name in ("drafter", "depth", "width", "budget", "builder"):
+    nothing = "--spec off" if args.spec == "off" else None
+    nothing = nothing or ("--drafter none" if args.drafter == "none" else None)
+    if nothing is not None:
+        for name in ("drafter", "depth", "head_depth", "width", "budget", "builder"):
             if getattr(args, name) not in (None, "none"):
-                raise ConfigError(f"--{name} cannot apply with --spec off; drop one of them")
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag} cannot apply with {nothing}; drop one of them")
+    if args.head_depth is not None and args.drafter == "lookup":
+        raise ConfigError("--head-depth cannot apply with --drafter lookup; drop one of them")
+    if args.draft_weights is not None and args.draft == "none":
+        raise ConfigError("--draft-weights cannot apply with --draft none; drop one of them")
     if args.tree_round is not None:
         args.tree = True
         if args.tree_round < 1:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jetspec_jax.config import SpecConfig
+from jetspec_jax.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
@@ -79,3 +80,10 @@ def test_the_check_finds_what_is_missing():
         in problems("configs/a.toml", good.replace("serve.bench", "serve.nothing"))[0]
     )
     assert len(problems("configs/a.toml", good.replace("Cost", "It").replace("Expect", "So"))) == 2
+
+
+@pytest.mark.parametrize("field", ["budget", "depth", "head_depth", "width", "lookup_ngram"])
+@pytest.mark.parametrize("value", [2.5, True, "3", 0])
+def test_counts_are_whole_numbers(field, value):
+    with pytest.raises(ConfigError, match=f"SpecConfig.{field}=.*give at least 1"):
+        SpecConfig(**{field: value})
