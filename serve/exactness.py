@@ -43,8 +43,9 @@ class Tally:
 
 
 def pairs() -> list[tuple[str, int]]:
-    """Every builder with every budget, so that any five in a row have five builders."""
-    return [(b, n) for n, b in itertools.product(BUDGETS, BUILDERS)]
+    """Every builder with every budget once; any few in a row differ in both."""
+    count = math.lcm(len(BUILDERS), len(BUDGETS))
+    return [(BUILDERS[i % len(BUILDERS)], BUDGETS[i % len(BUDGETS)]) for i in range(count)]
 
 
 def spec_for(builder: str, budget: int, depth: int) -> SpecConfig:

@@ -13,6 +13,7 @@ def test_every_builder_meets_every_budget():
     found = exactness.pairs()
     assert len(set(found)) == len(found) == len(BUILDERS) * len(exactness.BUDGETS)
     assert {b for b, _ in found[:5]} == set(BUILDERS)
+    assert len({n for _, n in found[:6]}) == 6
 
 
 def test_groups_are_whole():
