@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 import tracemalloc
@@ -207,7 +208,9 @@ def test_packing_needs_the_final_array_and_little_more(stored: bool) -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert final > 20e6 and final <= peak < final + 6e6
+    # tracemalloc does not see the arena of huge pages, where the final array lies on Linux
+    seen = 0 if hasattr(mmap, "MADV_HUGEPAGE") else final
+    assert final > 20e6 and seen <= peak < seen + 6e6
 
 
 _MEASURED = """
