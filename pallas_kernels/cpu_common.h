@@ -102,11 +102,6 @@ inline Vec load_bfloat(const void* p) {
 inline Vec load_int8(const void* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
 }
-inline void load_nibbles(const void* p, Vec& low, Vec& high) {
-  const __m512i v = bytes_to_ints(p);
-  low = _mm512_cvtepi32_ps(_mm512_and_si512(v, _mm512_set1_epi32(15)));
-  high = _mm512_cvtepi32_ps(_mm512_srli_epi32(v, 4));
-}
 #elif JETSPEC_FORM == 2
 inline __m256i bytes_to_ints(const void* p) {
   return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
@@ -126,11 +121,6 @@ inline Vec load_bfloat(const void* p) {
 }
 inline Vec load_int8(const void* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
-}
-inline void load_nibbles(const void* p, Vec& low, Vec& high) {
-  const __m256i v = bytes_to_ints(p);
-  low = _mm256_cvtepi32_ps(_mm256_and_si256(v, _mm256_set1_epi32(15)));
-  high = _mm256_cvtepi32_ps(_mm256_srli_epi32(v, 4));
 }
 #else
 template <typename Lane>
@@ -157,11 +147,6 @@ inline Vec load_bfloat(const void* p) {
 }
 inline Vec load_int8(const void* p) {
   return load_lanes([p](int i) { return static_cast<float>(static_cast<const int8_t*>(p)[i]); });
-}
-inline void load_nibbles(const void* p, Vec& low, Vec& high) {
-  const uint8_t* q = static_cast<const uint8_t*>(p);
-  low = load_lanes([q](int i) { return static_cast<float>(q[i] & 15); });
-  high = load_lanes([q](int i) { return static_cast<float>(q[i] >> 4); });
 }
 #endif
 

@@ -58,7 +58,8 @@ def accept_commit(
 
     Raises:
       native.KernelError: shapes that do not fit, or an implementation that is not available.
-      jax.errors.JaxRuntimeError: when it runs, a slot or a row out of its range (native kernel).
+      jax.errors.JaxRuntimeError: when it runs (outside of jit a ValueError),
+        a slot or a row out of its range (native kernel).
     """
     caches = (*cache_k, *cache_v)
     layers, batch, heads, _, dim = new_k.shape

@@ -137,7 +137,8 @@ def decoder_stack(
 
     Raises:
       native.KernelError: shapes that do not fit, or an implementation that is not available.
-      jax.errors.JaxRuntimeError: when it runs, a length or a count out of its range (native
+      jax.errors.JaxRuntimeError: when it runs (outside of jit a ValueError),
+        a length or a count out of its range (native
         kernel).
     """
     _check(layers, geometry, x, positions, cache_k, cache_v, taps)

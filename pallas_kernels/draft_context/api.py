@@ -74,7 +74,8 @@ def draft_context(
 
     Raises:
       native.KernelError: shapes or weights that do not fit, or no native kernel here.
-      jax.errors.JaxRuntimeError: when it runs, a slot or a node out of its range.
+      jax.errors.JaxRuntimeError: when it runs (outside of jit a ValueError),
+        a slot or a node out of its range.
     """
     caches = (*cache_k, *cache_v)
     _, heads, capacity, dim = cache_k[0].shape

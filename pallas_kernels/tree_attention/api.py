@@ -72,7 +72,8 @@ def tree_attention(
 
     Raises:
       native.KernelError: shapes or dtypes that do not fit, or an implementation not available.
-      jax.errors.JaxRuntimeError: when it runs, a length outside 0..S (native kernel).
+      jax.errors.JaxRuntimeError: when it runs (outside of jit a ValueError),
+        a length outside 0..S (native kernel).
     """
     _check(q, cache_k, cache_v, lengths, new_k, new_v, mask)
     symbol = _SYMBOL_OF_DTYPE.get(q.dtype.name)
