@@ -179,11 +179,16 @@ def _check(cfg: TrainConfig) -> None:
         raise ConfigError(
             f"optim.lr={cfg.optim.lr} and loss.temperature={cfg.loss.temperature} must be above 0"
         )
-    if cfg.loss.ce < 0 or cfg.loss.kl < 0 or cfg.loss.ce + cfg.loss.kl <= 0:
+    terms = {k: getattr(cfg.loss, k) for k in ("ce", "kl", "tv", "acceptance", "nodes")}
+    for key, value in terms.items():
+        if value < 0:
+            raise ConfigError(f"loss.{key}={value} is negative; give 0 to leave the term out")
+    if not any(terms[k] > 0 for k in ("ce", "kl", "tv", "acceptance")):
         raise ConfigError(
-            f"loss.ce={cfg.loss.ce} and loss.kl={cfg.loss.kl} leave nothing to minimise; give "
-            "one above 0"
+            "loss.ce, loss.kl, loss.tv and loss.acceptance leave nothing to learn; give one above 0"
         )
+    if not 0 <= cfg.loss.survival <= 1:
+        raise ConfigError(f"loss.survival={cfg.loss.survival} is no share; give 0 to 1")
     if cfg.optim.precision not in ("float32", "bfloat16"):
         raise ConfigError(
             f"optim.precision={cfg.optim.precision!r} is not known; choose float32 or bfloat16"

@@ -17,10 +17,10 @@ import numpy as np
 
 from jetspec_jax.config import DraftConfig, SpecConfig
 from jetspec_jax.drafter import candidates, conditional_logits
-from jetspec_jax.drafter.projection import dot
+from jetspec_jax.numerics import dot
 from jetspec_jax.tree import accept, build_tree, prune
 from jetspec_jax.typing import Array, Params
-from train.losses import LossConfig, LossParts, block_loss, depth_weights, finish
+from train.losses import LossConfig, LossParts, block_loss, finish
 from train.step import Batch, Frozen, block_hidden, slot_targets
 
 BUDGETS = (4, 8, 16)
@@ -90,13 +90,12 @@ def _evaluate_batch(
         blocks, -1
     )
     following = jnp.where(inside, following, -1)
-    weights = depth_weights(cfg.depth, loss.gamma)
 
     def one(args: tuple[Array, ...]) -> tuple[LossParts, Array]:
         h, lab, ins, par, root, follow = args
         base = dot(h, frozen.head, dtype).astype(jnp.float32)
         logits = conditional_logits(params, cfg, base, par)
-        parts = block_loss(logits[None], lab[None], ins[None], weights, ce=1.0)
+        parts = block_loss(logits[None], lab[None], ins[None], LossConfig(ce=1.0, kl=0.0))
         return parts, tree_lengths(params, cfg, base, root, follow, id_map)
 
     parts, lengths = jax.lax.map(one, (hidden, label, inside, parent, anchor, following))

@@ -14,17 +14,32 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jetspec_jax.errors import ConfigError
 from jetspec_jax.typing import Array
 
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """What is minimised: mean over slots of weight(depth) * (ce * CE + kl * KL)."""
+    """What is minimised, a mean over slots (slot d of a block predicts depth d):
+
+        weight(d) * (ce * CE + kl * KL + tv * TV) - acceptance * reach(d) + nodes * visit(d)
+
+    where reach(d) is the probability the head gives to the whole right path down to depth d. Its
+    sum over depths is the expected accepted length of a sampled chain, and visit, the probability
+    that a chain which goes on as often as the head trusts itself gets to depth d, sums to the nodes
+    the target would have to verify.
+    """
 
     ce: float = 0.3
     kl: float = 0.7
+    tv: float = 0.0
     temperature: float = 1.0
     gamma: float = 0.0  # depth weights exp(-d / gamma); 0: uniform
+    # Share of a slot's weight that is the probability (by the head) of the right path above it,
+    # from 0 (every slot counts) to 1 (a slot counts as often as decoding would get there).
+    survival: float = 0.0
+    acceptance: float = 0.0  # of the expected accepted length
+    nodes: float = 0.0  # of the expected verified nodes
     chunk: int = 32  # blocks whose logits are in memory at once
 
 
@@ -87,16 +102,35 @@ def forward_kl(logits: Array, teacher: Array, mask: Array, temperature: float = 
     return jnp.where(mask, kl * temperature**2, 0.0)
 
 
+def total_variation(logits: Array, teacher: Array, mask: Array) -> Array:
+    """Half the L1 distance of student and teacher per slot, [...] float32 in 0..1; 0 where masked.
+
+    1 - TV is the probability that speculative sampling accepts a token drawn from the student
+    (Leviathan et al., arXiv 2211.17192, theorem 3.5; as a loss: DSpark, arXiv 2607.05147).
+    Normalised over the draft vocabulary as in `forward_kl`; no gradient to the teacher.
+
+    Args:
+        logits, teacher: [..., Vd] float32.
+        mask: [...] bool.
+    """
+    p = jax.nn.softmax(jax.lax.stop_gradient(masked(teacher, mask)), -1)
+    q = jax.nn.softmax(masked(logits, mask), -1)
+    return jnp.where(mask, 0.5 * jnp.abs(p - q).sum(-1), 0.0)
+
+
+def reach(log_q: Array, known: Array) -> Array:
+    """Probability of the whole right path down to each depth, [..., D] float32.
+
+    Args:
+        log_q: [..., D] log-probability of the right token given the right path above.
+        known: [..., D] bool; a token that the head cannot draft ends the path.
+    """
+    # where before cumsum: masked slots may hold anything
+    return jnp.exp(jnp.cumsum(jnp.where(known, log_q, -jnp.inf), -1))
+
+
 def block_loss(
-    logits: Array,
-    labels: Array,
-    inside: Array,
-    weights: Array,
-    *,
-    teacher: Array | None = None,
-    ce: float = 1.0,
-    kl: float = 0.0,
-    temperature: float = 1.0,
+    logits: Array, labels: Array, inside: Array, loss: LossConfig, teacher: Array | None = None
 ) -> LossParts:
     """Loss and metrics of blocks.
 
@@ -104,24 +138,42 @@ def block_loss(
         logits: [N, D, Vd] float32, conditioned on the true parents where there is a path head.
         labels: [N, D] int32 draft ids; -1 outside the draft vocabulary.
         inside: [N, D] bool, the label exists (block is real and the position lies inside the text).
-        weights: [D] from `depth_weights`.
-        teacher: [N, D, Vd] float32 target logits; needed where kl > 0.
-        ce, kl, temperature: of the sum ce * CE + kl * KL.
+        loss: what is summed.
+        teacher: [N, D, Vd] float32 target logits; needed where kl or tv is above 0.
+
+    Raises:
+        ConfigError: kl or tv without a teacher.
     """
+    if teacher is None and (loss.kl > 0 or loss.tv > 0):
+        raise ConfigError(f"loss.kl={loss.kl} and loss.tv={loss.tv} need the target's logits")
     depth = logits.shape[1]
     supervised = inside & (labels >= 0)
-    total = jnp.zeros(labels.shape, jnp.float32)
-    if ce > 0:
-        total = total + ce * cross_entropy(logits, labels, supervised)
-    if kl > 0 and teacher is not None:
-        total = total + kl * forward_kl(logits, teacher, supervised, temperature)
+    nll = cross_entropy(logits, labels, supervised)
+    total = loss.ce * nll
+    if loss.kl > 0 and teacher is not None:
+        total = total + loss.kl * forward_kl(logits, teacher, supervised, loss.temperature)
+    if loss.tv > 0 and teacher is not None:
+        total = total + loss.tv * total_variation(logits, teacher, supervised)
+    total = total * depth_weights(depth, loss.gamma)[None]
+    if loss.survival > 0:
+        path = jax.lax.stop_gradient(reach(-nll, supervised))
+        above = jnp.concatenate([jnp.ones_like(path[:, :1]), path[:, :-1]], 1)
+        total = total * (1.0 - loss.survival + loss.survival * above)
+    if loss.acceptance > 0:
+        total = total - loss.acceptance * reach(-nll, supervised)
+    if loss.nodes > 0:
+        # log-probability of the head's own best token
+        safe = masked(logits, supervised)
+        trust = safe.max(-1) - jax.nn.logsumexp(safe, -1)
+        visit = jnp.exp(jnp.cumsum(jnp.where(supervised, trust, 0.0), 1) - trust)
+        total = total + jnp.where(supervised, loss.nodes * visit, 0.0)
     best = jnp.argmax(masked(jax.lax.stop_gradient(logits), inside), -1).astype(jnp.int32)
     agree = ((best == labels) & supervised).astype(jnp.float32)
     # Given right parents so far, the greedy chain is exactly the run of agreements.
     run = jnp.cumprod(agree, 1).sum(1)
     whole = inside.sum(1) == depth
     return LossParts(
-        loss=(total * weights[None]).sum(0),
+        loss=total.sum(0),
         agree=agree.sum(0),
         count=inside.astype(jnp.float32).sum(0),
         chain=jnp.where(whole, run, 0.0).sum(),

@@ -18,10 +18,10 @@ from jax import lax
 
 from jetspec_jax.config import DraftConfig
 from jetspec_jax.drafter import block_inputs, context_kv, declare, draft_block, fuse
-from jetspec_jax.drafter.projection import ComputeWeight, dot, trainable_dot
 from jetspec_jax.models.spec import flatten, nest
+from jetspec_jax.numerics import ComputeWeight, dot, trainable_dot
 from jetspec_jax.typing import Array, Params, PyTree
-from train.losses import LossConfig, LossParts, block_loss, depth_weights, finish
+from train.losses import LossConfig, LossParts, block_loss, finish
 
 
 @flax.struct.dataclass
@@ -124,18 +124,10 @@ def _chunk_parts(
     logits = trainable_dot(hidden, head, dtype).astype(jnp.float32)
     if features is not None and w2 is not None:
         logits = logits + trainable_dot(features, w2, dtype).astype(jnp.float32)
-    teacher = dot(final, head, dtype).astype(jnp.float32) if loss.kl > 0 else None
-    weights = depth_weights(cfg.depth, loss.gamma)
-    parts = block_loss(
-        logits,
-        label,
-        inside,
-        weights,
-        teacher=teacher,
-        ce=loss.ce,
-        kl=loss.kl,
-        temperature=loss.temperature,
-    )
+    teacher = None
+    if loss.kl > 0 or loss.tv > 0:
+        teacher = dot(final, head, dtype).astype(jnp.float32)
+    parts = block_loss(logits, label, inside, loss, teacher)
     return parts.loss.sum(), parts
 
 
@@ -249,7 +241,7 @@ def objective(
     label, inside, parent, row = slot_targets(cfg, frozen, batch)
     blocks = hidden.shape[0] * hidden.shape[1]
     flat_rows = row.reshape(row.shape[0], -1)
-    if loss.kl > 0:
+    if loss.kl > 0 or loss.tv > 0:
         final = jnp.take_along_axis(batch.final, flat_rows[..., None], 1)
     else:
         final = jnp.zeros((*flat_rows.shape, 1), dtype)

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 
 from jetspec_jax.config import DraftConfig
 from jetspec_jax.drafter.path import parent_features
-from jetspec_jax.drafter.projection import linear
 from jetspec_jax.errors import ConfigError
-from jetspec_jax.numerics import take_rows
+from jetspec_jax.numerics import linear, take_rows
 from jetspec_jax.tree.topology import Candidates
 from jetspec_jax.typing import Array, Params
 

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 
 from jetspec_jax.config import DraftConfig
 from jetspec_jax.drafter.inputs import depth_slots
-from jetspec_jax.drafter.projection import halves, linear, rotate, swiglu
+from jetspec_jax.drafter.projection import halves, rotate, swiglu
 from jetspec_jax.models.layers import rms_norm
 from jetspec_jax.models.rope import rope_tables
 from jetspec_jax.models.spec import Declaration, WeightSpec
-from jetspec_jax.numerics import online_attention
+from jetspec_jax.numerics import linear, online_attention
 from jetspec_jax.typing import Array, Params, PyTree
 
 LayerKV = tuple[Array, Array]  # k, v, each [B, K, S, h]; k normed and rotated

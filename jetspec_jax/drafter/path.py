@@ -10,8 +10,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from jetspec_jax.config import DraftConfig
-from jetspec_jax.drafter.projection import linear
-from jetspec_jax.numerics import take_rows
+from jetspec_jax.numerics import linear, take_rows
 from jetspec_jax.typing import Array, Params
 
 

@@ -1,7 +1,17 @@
 """Projections and attention whose row results can be made independent of the other rows."""
 
 from jetspec_jax.numerics.attention import fold_attention, online_attention
+from jetspec_jax.numerics.compute import ComputeWeight, dot, trainable_dot
 from jetspec_jax.numerics.linear import linear, take_rows
 from jetspec_jax.numerics.ordered import ordered_sum
 
-__all__ = ["fold_attention", "linear", "online_attention", "ordered_sum", "take_rows"]
+__all__ = [
+    "ComputeWeight",
+    "dot",
+    "fold_attention",
+    "linear",
+    "online_attention",
+    "ordered_sum",
+    "take_rows",
+    "trainable_dot",
+]

@@ -1,5 +1,5 @@
-"""One entry for every projection: packed weights go to their kernel, plain [out, in] arrays through
-XLA.
+"""One entry for every projection: packed weights go to their kernel, weights with a compute dtype
+through a differentiable product, plain [out, in] arrays through XLA.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
+from jetspec_jax.numerics.compute import ComputeWeight, trainable_dot
 from jetspec_jax.typing import Array, PyTree
 from pallas_kernels import row_invariant_matmul as rim
 
@@ -19,6 +20,14 @@ def linear(x: Array, w: PyTree, bias: Array | None = None) -> Array:
     """x [..., in] times w [out, in] transposed -> [..., out] in x.dtype, accumulated in float32."""
     if isinstance(w, rim.PackedWeight):
         y = rim.matmul(x, w).astype(x.dtype)
+    elif isinstance(w, ComputeWeight):
+        if x.dtype == w.dtype:
+            y = trainable_dot(x, w.w, w.dtype)
+        else:  # a float32 residual stream: operands in the compute dtype, nothing else is rounded
+            contract = (((x.ndim - 1,), (1,)), ((), ()))
+            y = lax.dot_general(
+                x.astype(w.dtype), w.w.astype(w.dtype), contract, preferred_element_type=x.dtype
+            )
     else:
         rows = x.reshape(-1, x.shape[-1])
         w = w.astype(x.dtype)

@@ -74,7 +74,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "flat.toml").write_text("lr = 1\n")
     with pytest.raises(ConfigError, match="unknown training key 'lr'"):
         load_config(tmp_path / "flat.toml")
-    with pytest.raises(ConfigError, match="nothing to minimise"):
+    with pytest.raises(ConfigError, match="nothing to learn"):
         build({"loss.ce": 0.0, "loss.kl": 0.0})
 
 

@@ -23,17 +23,18 @@ def target():
 
 @pytest.fixture(scope="module")
 def written(target):
-    """Three prompts through two slots: the third takes a slot that another sequence left."""
+    """Three prompts through three slots, two of them prefilled together."""
     native = target.kernels == "cpu"
-    cfg = RegenConfig(2, 96, MAX_NEW, TAPS, Numerics(native=native, attention_chunk=128))
+    cfg = RegenConfig(3, 2, 96, MAX_NEW, TAPS, Numerics(native=native, attention_chunk=128))
     regen = Regenerator(target, cfg)
+    # a group of two whose shorter prompt is padded, then one that joins them on the way
     queue, done = list(enumerate(PROMPTS)), []
     while queue or any(regen.writing):
-        for slot in range(2):
-            if regen.writing[slot] is None and queue:
-                i, ids = queue.pop(0)
-                prompt = {"id": str(i), "source": "test"}
-                regen.start(slot, prompt, ids, SamplingParams())
+        if len(regen.free()) >= min(2, len(queue)) and queue:
+            group, queue = queue[:2], queue[2:]
+            regen.start(
+                [({"id": str(i), "source": "t"}, ids, SamplingParams()) for i, ids in group]
+            )
         done += regen.advance({EOS})
     return {int(seq.prompt_id): seq for seq in done}
 

@@ -14,12 +14,12 @@ import pytest
 
 from jetspec_jax.config import DraftConfig
 from jetspec_jax.drafter import block_inputs, context_kv, declare, draft_block, fuse
-from jetspec_jax.drafter.projection import linear, trainable_dot
 from jetspec_jax.models.spec import flatten, init_params, nest
+from jetspec_jax.numerics import linear, trainable_dot
 from jetspec_jax.typing import Params
 from train.config import OptimConfig
 from train.head_setup import first_state, optimiser_of
-from train.losses import LossConfig, block_loss, depth_weights
+from train.losses import LossConfig, block_loss
 from train.step import Batch, Frozen, block_hidden, objective, slot_targets, train_step
 
 HEAD = DraftConfig(
@@ -206,11 +206,8 @@ def _plain_objective(
         logits.reshape(*shape, logits.shape[-1]),
         label.reshape(shape),
         inside.reshape(shape),
-        depth_weights(cfg.depth, loss.gamma),
-        teacher=(final @ frozen.head.T).reshape(*shape, logits.shape[-1]),
-        ce=loss.ce,
-        kl=loss.kl,
-        temperature=loss.temperature,
+        loss,
+        (final @ frozen.head.T).reshape(*shape, logits.shape[-1]),
     )
     return parts.loss.sum() / parts.count.sum()
 
