@@ -163,11 +163,11 @@ class DraftConfig(_FromMapping):
     rms_eps: float = 1e-6
     rope: RopeConfig = RopeConfig()
     draft_vocab_size: int | None = None  # None: the target's whole vocabulary
-    path_head: str = "none"  # none | markov
+    path_head: str = "none"  # none | markov | pairwise
     path_rank: int = 0
 
     def __post_init__(self) -> None:
-        _one_of("DraftConfig", "path_head", self.path_head, ("none", "markov"))
+        _one_of("DraftConfig", "path_head", self.path_head, ("none", "markov", "pairwise"))
         _at_least("DraftConfig", "block_size", self.block_size, 2)
         if self.path_head != "none":
             _at_least("DraftConfig", "path_rank", self.path_rank, 1)

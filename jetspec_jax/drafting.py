@@ -166,9 +166,13 @@ def _head_candidates(
         state.cached[:, None],
         chunk=plan.numerics.attention_chunk,
     )
-    logits = drafter.draft_scores(params.draft, head, params.draft_lm, hidden[:, 0, :depth])
+    hidden = hidden[:, 0, :depth]
+    logits = drafter.draft_scores(params.draft, head, params.draft_lm, hidden)
+    gate = drafter.path_gate(params.draft, head, hidden)
 
-    def one(row: Array, anchor: Array, t: Array | None, noise: Array | None) -> Candidates:
+    def one(
+        row: Array, anchor: Array, gate: Array | None, t: Array | None, noise: Array | None
+    ) -> Candidates:
         return drafter.candidates(
             params.draft,
             head,
@@ -178,12 +182,17 @@ def _head_candidates(
             plan.spec.width,
             temperature=t,
             noise=noise,
+            gate=gate,
         )
 
     if not plan.sampled:
-        return jax.vmap(lambda row, a: one(row, a, None, None))(logits, anchor)
+        return jax.vmap(lambda row, a, g: one(row, a, g, None, None))(logits, anchor, gate)
     return jax.vmap(one)(
-        logits, anchor, state.sampling.temperature, _target_noise(plan, params, state, logits.shape)
+        logits,
+        anchor,
+        gate,
+        state.sampling.temperature,
+        _target_noise(plan, params, state, logits.shape),
     )
 
 

@@ -57,8 +57,11 @@ class DraftSection:
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
-    """AdamW with a cosine schedule."""
+    """AdamW or Muon, with warm-up and a cosine schedule."""
 
+    optimiser: str = (
+        "adamw"  # adamw, or muon for the matrices of the backbone and adamw for the rest
+    )
     lr: float = 6e-4
     steps: int = 2_000
     warmup: float = 0.04  # share of the steps
@@ -67,6 +70,8 @@ class OptimConfig:
     beta2: float = 0.95
     weight_decay: float = 0.01
     clip: float = 1.0
+    accumulate: int = 1  # parts a step's sequences are cut into, one after the other
+    devices: int = 1  # that share a step's sequences; 0: all there are
     ema: float = 0.0  # decay of the averaged weights that are evaluated and exported; 0: off
     precision: str = "bfloat16"  # of the matrix products; master weights are float32
 
@@ -162,6 +167,8 @@ def _check(cfg: TrainConfig) -> None:
         ("draft.block_size", 2),
         ("draft.taps", 1),
         ("optim.steps", 1),
+        ("optim.accumulate", 1),
+        ("optim.devices", 0),
         ("loss.chunk", 1),
         ("run.save_every", 1),
         ("run.eval_every", 1),
@@ -189,6 +196,10 @@ def _check(cfg: TrainConfig) -> None:
         )
     if not 0 <= cfg.loss.survival <= 1:
         raise ConfigError(f"loss.survival={cfg.loss.survival} is no share; give 0 to 1")
+    if cfg.optim.optimiser not in ("adamw", "muon"):
+        raise ConfigError(
+            f"optim.optimiser={cfg.optim.optimiser!r} is not known; choose adamw or muon"
+        )
     if cfg.optim.precision not in ("float32", "bfloat16"):
         raise ConfigError(
             f"optim.precision={cfg.optim.precision!r} is not known; choose float32 or bfloat16"

@@ -128,12 +128,13 @@ def _is_held_out(tokens: np.ndarray, share: float) -> bool:
     return int.from_bytes(digest[:8], "big") / 2**64 < share
 
 
-def load_dataset(cfg: DataConfig) -> Dataset:
+def load_dataset(cfg: DataConfig, *, allow_empty: bool = False) -> Dataset:
     """Read all shards of `cfg.path`; sequences longer than `max_tokens` are cut, those without an
     answer rejected.
 
     The split depends on the prompt's tokens only, so that growing data never moves a sequence
-    across it, and two answers to one prompt stay on the same side.
+    across it, and two answers to one prompt stay on the same side. `allow_empty`: an evaluation may
+    do without a training part.
 
     Raises:
         ModelFileError: damaged or incomplete shards, or no usable sequence.
@@ -168,7 +169,7 @@ def load_dataset(cfg: DataConfig) -> Dataset:
             (held if _is_held_out(sequence.tokens[:prompt], cfg.held_out) else train).append(
                 sequence
             )
-    if not train:
+    if not train and not (allow_empty and held):
         raise ModelFileError(
             f"{folder}: no sequence with an answer among {rejected + len(held)}; regenerate "
             "the data"

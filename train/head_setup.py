@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 
 from jetspec_jax.config import DraftConfig, ModelConfig
 from jetspec_jax.drafter import check_target, declare, default_layer_ids, load_draft
@@ -17,7 +18,7 @@ from jetspec_jax.errors import ConfigError
 from jetspec_jax.models import decoder
 from jetspec_jax.models.spec import flatten, init_params, nest
 from jetspec_jax.numerics import take_rows
-from jetspec_jax.typing import Params
+from jetspec_jax.typing import Params, PyTree
 from train.config import OptimConfig, TrainConfig
 from train.data import Dataset, draft_vocabulary
 from train.step import Frozen, TrainState
@@ -178,7 +179,7 @@ def first_params(
     flat = flatten(init_params(declare(head), jax.random.key(cfg.data.seed)))
     if cfg.draft.init_layers:
         _copy_target_layers(flat, head, target, target_params, cfg.draft.init_layers)
-    if head.path_head == "markov":
+    if head.path_head != "none":
         every = jnp.arange(head.vocab_size, dtype=jnp.int32)
         flat["path.w1"] = jnp.asarray(
             parent_features_from_embedding(
@@ -188,22 +189,49 @@ def first_params(
     return nest(flat)
 
 
+def _muon_axes(params: Params) -> PyTree:
+    """Which weights Muon takes: every [out, in] matrix but the path head's tables, whose rows are
+    tokens that most steps do not touch."""
+    axes = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+    flat = {
+        name: axes if p.ndim == 2 and not name.startswith("path.") else None
+        for name, p in flatten(params).items()
+    }
+    return nest(flat)
+
+
 def optimiser_of(cfg: OptimConfig) -> optax.GradientTransformation:
-    """Clip, AdamW (no decay on norm weights), warm-up and cosine."""
+    """Clip, AdamW or Muon (no decay on norm weights), warm-up and cosine.
+
+    Muon's updates are scaled to the size of Adam's (`consistent_rms`, arXiv 2502.16982, section
+    2.2), so one learning rate serves both.
+    """
     warmup = max(int(cfg.warmup * cfg.steps), 1)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, cfg.lr, warmup, max(cfg.steps, warmup + 1), cfg.final * cfg.lr
     )
-    return optax.chain(
-        optax.clip_by_global_norm(cfg.clip),
-        optax.adamw(
+
+    def decayed(params: Params) -> PyTree:
+        return jax.tree.map(lambda p: p.ndim > 1, params)
+
+    if cfg.optimiser == "muon":
+        rule = optax.contrib.muon(
             schedule,
-            cfg.beta1,
-            cfg.beta2,
+            beta=cfg.beta2,
             weight_decay=cfg.weight_decay,
-            mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
-        ),
-    )
+            weight_decay_mask=decayed,
+            mu_dtype=jnp.bfloat16,  # also the dtype of its matrix products
+            adam_b1=cfg.beta1,
+            adam_b2=cfg.beta2,
+            adam_weight_decay=cfg.weight_decay,
+            muon_weight_dimension_numbers=_muon_axes,
+            consistent_rms=0.2,
+        )
+    else:
+        rule = optax.adamw(
+            schedule, cfg.beta1, cfg.beta2, weight_decay=cfg.weight_decay, mask=decayed
+        )
+    return optax.chain(optax.clip_by_global_norm(cfg.clip), rule)
 
 
 def first_state(params: Params, optimiser: optax.GradientTransformation, ema: float) -> TrainState:

@@ -15,9 +15,18 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jetspec_jax.config import DraftConfig
-from jetspec_jax.drafter import block_inputs, context_kv, declare, draft_block, fuse
+from jetspec_jax.drafter import (
+    block_inputs,
+    context_kv,
+    declare,
+    draft_block,
+    fuse,
+    parent_features,
+    path_gate,
+)
 from jetspec_jax.models.spec import flatten, nest
 from jetspec_jax.numerics import ComputeWeight, dot, trainable_dot
 from jetspec_jax.typing import Array, Params, PyTree
@@ -248,12 +257,79 @@ def objective(
     final = final.reshape(blocks, cfg.depth, -1)
     features = w2 = None
     if cfg.path_head != "none":
-        features = params["path"]["w1"][parent].astype(dtype).reshape(blocks, cfg.depth, -1)
+        wrapped = compute_params(cfg, params, dtype)
+        features = parent_features(params, cfg, parent, path_gate(wrapped, cfg, hidden))
+        features = features.astype(dtype).reshape(blocks, cfg.depth, -1)
         w2 = params["path"]["w2"]
     fixed = (final, label.reshape(blocks, -1), inside.reshape(blocks, -1))
     hidden = hidden.reshape(blocks, cfg.depth, -1)
     parts = chunked_loss(cfg, loss, dtype, hidden, features, w2, frozen.head.astype(dtype), fixed)
     return parts.loss.sum() / jnp.maximum(lax.stop_gradient(parts.count.sum()), 1.0), parts
+
+
+def data_mesh(devices: int) -> Mesh:
+    """Axis "data" over the first `devices` devices."""
+    return jax.make_mesh(
+        (devices,),
+        ("data",),
+        axis_types=(AxisType.Auto,),
+        devices=jax.devices()[:devices],
+    )
+
+
+def gradients(
+    params: Params,
+    frozen: Frozen,
+    batch: Batch,
+    *,
+    cfg: DraftConfig,
+    loss: LossConfig,
+    dtype: Any,
+    accumulate: int = 1,
+    mesh: Mesh | None = None,
+) -> tuple[Params, LossParts]:
+    """Gradient of the mean loss over the whole batch, and the summed parts.
+
+    Args:
+        accumulate: parts the sequences of a device are cut into, one after the other, so that only
+            one part's activations are in memory. B must be a multiple of accumulate times devices.
+        mesh: devices that share the batch along axis "data" (parameters on each); None: one device.
+
+    Every slot weighs the same wherever it is computed: parts are summed, and divided by the count
+    of all of them.
+    """
+    grad = jax.grad(functools.partial(objective, cfg=cfg, loss=loss, dtype=dtype), has_aux=True)
+
+    def summed(params: Params, frozen: Frozen, batch: Batch) -> tuple[Params, LossParts]:
+        grads, parts = grad(params, frozen=frozen, batch=batch)
+        return jax.tree.map(lambda g: g * parts.count.sum(), grads), parts
+
+    def local(params: Params, frozen: Frozen, batch: Batch) -> tuple[Params, LossParts]:
+        if accumulate == 1:
+            total = summed(params, frozen, batch)
+        else:
+            pieces = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
+            first = summed(params, frozen, jax.tree.map(lambda x: x[0], pieces))
+            rest = jax.tree.map(lambda x: x[1:], pieces)
+
+            def add(total: Any, piece: Batch) -> tuple[Any, None]:
+                return jax.tree.map(jnp.add, total, summed(params, frozen, piece)), None
+
+            total, _ = lax.scan(add, first, rest)
+        return total if mesh is None else lax.psum(total, "data")
+
+    run = local
+    if mesh is not None:
+        run = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec("data")),
+            out_specs=PartitionSpec(),
+            check_vma=False,  # the gradient rules of `halves` and others are written by hand
+        )
+    grads, parts = run(params, frozen, batch)
+    count = jnp.maximum(parts.count.sum(), 1.0)
+    return jax.tree.map(lambda g: g / count, grads), parts
 
 
 def train_step(
@@ -266,10 +342,20 @@ def train_step(
     optimiser: optax.GradientTransformation,
     ema_decay: float,
     dtype: Any,
+    accumulate: int = 1,
+    mesh: Mesh | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
     """One update; returns the new state and the step's metrics (`losses.finish` plus grad_norm)."""
-    grad = jax.grad(functools.partial(objective, cfg=cfg, loss=loss, dtype=dtype), has_aux=True)
-    grads, parts = grad(state.params, frozen=frozen, batch=batch)
+    grads, parts = gradients(
+        state.params,
+        frozen,
+        batch,
+        cfg=cfg,
+        loss=loss,
+        dtype=dtype,
+        accumulate=accumulate,
+        mesh=mesh,
+    )
     # Optax mixes integer counters with floats and scalars with arrays; our own code is tested under
     # strict rules.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

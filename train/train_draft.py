@@ -16,9 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from tqdm import tqdm
 
-from jetspec_jax.errors import InputError, JetSpecError
+from jetspec_jax.errors import ConfigError, InputError, JetSpecError
 from jetspec_jax.models import decoder
 from jetspec_jax.typing import Params
 from jetspec_jax.weights import bundled_model_path, load_params, open_source
@@ -36,7 +37,7 @@ from train.head_setup import (
     id_map_for,
     optimiser_of,
 )
-from train.step import Batch, train_step
+from train.step import Batch, data_mesh, train_step
 
 
 class StopFlag:
@@ -56,6 +57,25 @@ class StopFlag:
     def _handle(self, number: int, frame: object) -> None:
         self.reason = signal.Signals(number).name
         signal.signal(number, self._old[signal.Signals(number)])
+
+
+def device_mesh(cfg: TrainConfig) -> Mesh | None:
+    """The devices that share a step's sequences; None for one.
+
+    Raises:
+        ConfigError: more devices than there are, or sequences that cannot be shared evenly.
+    """
+    there = jax.device_count()
+    count = cfg.optim.devices or there
+    if count > there:
+        raise ConfigError(f"optim.devices={count}, but JAX finds {there}; give at most {there}")
+    parts = count * cfg.optim.accumulate
+    if cfg.data.sequences % parts:
+        raise ConfigError(
+            f"data.sequences={cfg.data.sequences} cannot be cut into {count} devices x "
+            f"{cfg.optim.accumulate} parts; give a multiple of {parts}"
+        )
+    return None if count == 1 else data_mesh(count)
 
 
 class Trainer:
@@ -102,6 +122,7 @@ class Trainer:
         )
         self.optimiser = optimiser_of(cfg.optim)
         self.state = first_state(params, self.optimiser, cfg.optim.ema)
+        self.mesh = device_mesh(cfg)
         self.step_fn = jax.jit(
             functools.partial(
                 train_step,
@@ -110,10 +131,12 @@ class Trainer:
                 optimiser=self.optimiser,
                 ema_decay=cfg.optim.ema,
                 dtype=self.dtype,
+                accumulate=cfg.optim.accumulate,
+                mesh=self.mesh,
             ),
             donate_argnums=0,
         )
-        self.evaluator = make_evaluator(self.head, cfg.loss, self.dtype)
+        self.evaluator = make_evaluator(self.head, self.dtype)
         self.best: dict[str, Any] = {}
         self.seconds = 0.0  # of training, over all resumptions
         self.log: list[dict[str, Any]] = []

@@ -13,7 +13,7 @@ from jetspec_jax.drafter.checkpoint import (
 from jetspec_jax.drafter.head import context_kv, declare, draft_block, draft_scores, fuse
 from jetspec_jax.drafter.inputs import BlockInputs, block_inputs, depth_slots
 from jetspec_jax.drafter.native import block_candidates, extend, takes_native
-from jetspec_jax.drafter.path import conditional_logits, path_correction
+from jetspec_jax.drafter.path import conditional_logits, parent_features, path_correction, path_gate
 
 __all__ = [
     "BlockInputs",
@@ -32,7 +32,9 @@ __all__ = [
     "extend",
     "fuse",
     "load_draft",
+    "parent_features",
     "path_correction",
+    "path_gate",
     "read_draft_config",
     "save_draft",
     "takes_native",

@@ -26,15 +26,16 @@ def candidates(
     *,
     temperature: Array | None = None,
     noise: Array | None = None,
+    gate: Array | None = None,
     normaliser: str = "tail",
 ) -> Candidates:
     """The `width` best tokens of each depth and the table of their scores given each parent. One
     sequence.
 
     Without a path head the rows of a depth's table are equal: log-softmax of its logits (the
-    published behaviour). With the Markov head, depth d is ranked under the expected correction of
+    published behaviour). With a path head, depth d is ranked under the expected correction of
     depth d-1's candidates, then scored under every
-    one of them: log p(b | a) = U(b) + w2[b].w1[a] - log Z(a).
+    one of them: log p(b | a) = U(b) + w2[b].w1[a] - log Z(a), w1[a] gated in the pairwise head.
 
     Z(a) runs over the whole draft vocabulary: "exact" computes it for every parent (D * W * Vd * r
     multiply-adds and as many exponentials as D * W * Vd). "tail" computes it for the expected
@@ -52,7 +53,8 @@ def candidates(
         noise: [D, Vd] float32, the target's Gumbel noise of positions anchor + 1 + d at the draft
             vocabulary's ids. The target chooses argmax(warped logits + noise); ranking with the
             same noise keeps acceptance high at T > 0.
-        normaliser: "exact" or "tail" (Markov head only).
+        gate: [D, r] from `path_gate`, where the head has one.
+        normaliser: "exact" or "tail" (with a path head only).
 
     Returns:
         Candidates of D depths, in target ids.
@@ -82,7 +84,7 @@ def candidates(
         logp = jnp.minimum(logp - jax.nn.logsumexp(base, -1, keepdims=True), 0.0)
         table = jnp.broadcast_to(logp[:, None, :], (depth, width, width))
         return Candidates(_to_target(chosen, id_map), table)
-    return _markov(params, cfg, base, scale, anchor_token, id_map, width, normaliser)
+    return _conditional(params, cfg, base, scale, anchor_token, id_map, width, normaliser, gate)
 
 
 def _top_k(x: Array, width: int) -> tuple[Array, Array]:
@@ -100,7 +102,7 @@ def _to_target(chosen: Array, id_map: Array | None) -> Array:
     return chosen.astype(jnp.int32) if id_map is None else id_map[chosen].astype(jnp.int32)
 
 
-def _markov(
+def _conditional(
     params: Params,
     cfg: DraftConfig,
     base: Array,
@@ -109,6 +111,7 @@ def _markov(
     id_map: Array | None,
     width: int,
     normaliser: str,
+    gate: Array | None,
 ) -> Candidates:
     w2 = params["path"]["w2"]
     parents = jnp.asarray(anchor, jnp.int32).reshape(1)  # target ids of the depth above
@@ -117,7 +120,8 @@ def _markov(
     )  # their probability given that the target follows a candidate
     tokens, tables = [], []
     for level in range(base.shape[0]):
-        features = parent_features(params, cfg, parents) * scale  # [P, r]
+        factors = None if gate is None else gate[level][None]
+        features = parent_features(params, cfg, parents, factors) * scale  # [P, r]
         expected = belief[None] @ features
         if normaliser == "exact":
             rows = base[level][None] + linear(features, w2).astype(jnp.float32)  # [P, Vd]

@@ -68,7 +68,7 @@ def declare(cfg: DraftConfig) -> Declaration:
             f"{mlp}.up_proj",
         )
         matrix(f"{here}.down", width, cfg.ffn_size, (None, "ffn"), f"{mlp}.down_proj")
-    if cfg.path_head == "markov":
+    if cfg.path_head != "none":
         decl["path.w1"] = WeightSpec(
             (cfg.vocab_size, cfg.path_rank), ("vocab", None), ("path_head.w1.weight",)
         )
@@ -77,6 +77,14 @@ def declare(cfg: DraftConfig) -> Declaration:
         shape = (cfg.head_vocab_size, cfg.path_rank)
         decl["path.w2"] = WeightSpec(
             shape, ("vocab", None), ("path_head.w2.weight",), init="zeros", linear=True
+        )
+    if cfg.path_head == "pairwise":
+        decl["path.gate"] = WeightSpec(
+            (cfg.path_rank, width),
+            (None, None),
+            ("path_head.gate.weight",),
+            init="zeros",
+            linear=True,
         )
     return decl
 

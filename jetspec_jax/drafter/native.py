@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jetspec_jax.cache import KVCache
 from jetspec_jax.config import DraftConfig
 from jetspec_jax.drafter.inputs import depth_slots
+from jetspec_jax.drafter.path import path_gate
 from jetspec_jax.models.rope import inverse_frequencies
 from jetspec_jax.tree.topology import Candidates
 from jetspec_jax.typing import Array, Params, PyTree
@@ -30,7 +31,7 @@ def takes_native(params: Params, cfg: DraftConfig, lm_rows: PyTree) -> bool:
     return (
         all(stack.supported(_layer(p)) for p in params["layers"])
         and context.supported(params["fc"], [_context(p) for p in params["layers"]])
-        and topk.supported(lm_rows, _markov(params, cfg), 1)
+        and topk.supported(lm_rows, _path(params, cfg), 1)
     )
 
 
@@ -51,10 +52,10 @@ def _context(p: PyTree) -> context.ContextLayer:
     return context.ContextLayer(p["kv"], p["k_norm"])
 
 
-def _markov(params: Params, cfg: DraftConfig) -> topk.MarkovHead | None:
+def _path(params: Params, cfg: DraftConfig, gate: Array | None = None) -> topk.PathHead | None:
     if cfg.path_head == "none":
         return None
-    return topk.MarkovHead(params["path"]["w1"], params["path"]["w2"])
+    return topk.PathHead(params["path"]["w1"], params["path"]["w2"], gate)
 
 
 def block_candidates(
@@ -117,14 +118,15 @@ def block_candidates(
     scale = None
     if temperature is not None:
         scale = jnp.where(temperature > 0, 1.0 / jnp.maximum(temperature, 1e-3), 1.0)
+    hidden = depth_slots(cfg, out.hidden)[:, :depth]
     tokens, table = topk.draft_head_topk(
-        depth_slots(cfg, out.hidden)[:, :depth],
+        hidden,
         lm_rows,
         width,
         anchor=anchor,
         counts=counts,
         ids=ids,
-        path=_markov(params, cfg),
+        path=_path(params, cfg, path_gate(params, cfg, hidden)),
         scale=scale,
         noise=noise,
     )

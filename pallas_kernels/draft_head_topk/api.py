@@ -18,19 +18,21 @@ from pallas_kernels.row_invariant_matmul import specs as matmul_specs
 
 
 @flax.struct.dataclass
-class MarkovHead:
-    """Correction by the parent: logits(b | a) = U(b) + w2[b] . w1[a].
+class PathHead:
+    """Correction by the parent: logits_d(b | a) = U_d(b) + w2[b] . (w1[a] * gate_d).
 
     Attributes:
       w1: [V, r] float32 or bfloat16, V the target's vocabulary.
       w2: packed [Vd, r].
+      gate: [B, D, r] float32 of this call; None: 1 (the Markov head).
     """
 
     w1: jax.Array
     w2: rim.PackedWeight
+    gate: jax.Array | None = None
 
 
-def supported(head: rim.PackedWeight, path: MarkovHead | None, width: int) -> bool:
+def supported(head: rim.PackedWeight, path: PathHead | None, width: int) -> bool:
     """Whether the native kernel takes these weights."""
     weights = (head,) if path is None else (head, path.w2)
     return width <= specs.MAX_WIDTH and all(w.layout == "panels" for w in weights)
@@ -44,7 +46,7 @@ def draft_head_topk(
     anchor: jax.Array,
     counts: jax.Array,
     ids: jax.Array | None = None,
-    path: MarkovHead | None = None,
+    path: PathHead | None = None,
     scale: jax.Array | None = None,
     noise: jax.Array | None = None,
     threads: int = 0,
@@ -58,7 +60,7 @@ def draft_head_topk(
       anchor: [B] int32, the root's token.
       counts: [B] int32, 0: the sequence does not draft (its results are zero).
       ids: [Vd] int32 target ids of the draft vocabulary; None: the same.
-      path: Markov head, None: every parent's row is the same.
+      path: path head, None: every parent's row is the same.
       scale: [B] float32 factor of all logits (1 / temperature); None: 1.
       noise: [B, D, Vd] float32, added before ranking.
       threads: most threads; 0: all there are.
@@ -84,6 +86,8 @@ def draft_head_topk(
         operands.append(noise)
     if path is not None:
         operands += [path.w1, path.w2.data]
+        if path.gate is not None:
+            operands.append(path.gate)
     call = jax.ffi.ffi_call(
         native.library().target("DraftHeadTopk"),
         [
@@ -99,14 +103,15 @@ def draft_head_topk(
         jnp.ones((batch,), jnp.float32) if scale is None else scale,
         *operands,
         outputs=np.int64(head.n),
-        format=np.int64(matmul_specs.FORMAT_ID[head.format]),
+        format=np.int64(matmul_specs.LAYOUT_ID[head.panel_layout]),
         has_ids=ids is not None,
         has_noise=noise is not None,
         markov=path is not None,
+        has_gate=path is not None and path.gate is not None,
         rank=np.int64(0 if path is None else path.w2.k),
         targets=np.int64(0 if path is None else path.w1.shape[0]),
         w1_half=path is not None and path.w1.dtype == jnp.bfloat16,
-        path_format=np.int64(0 if path is None else matmul_specs.FORMAT_ID[path.w2.format]),
+        path_format=np.int64(0 if path is None else matmul_specs.LAYOUT_ID[path.w2.panel_layout]),
         threads=np.int64(threads),
     )
     return tokens, table

@@ -46,6 +46,7 @@ struct Call {
   bool markov, w1_half;
   MatmulJob head, path;
   const float *scale, *noise;
+  const float* gate;  // [B, D, r] or null
   const void* w1;
   const int32_t *anchor, *ids, *counts;
   int64_t targets;  // rows of w1
@@ -57,7 +58,9 @@ struct Call {
   std::vector<Part> parts;              // [B, tasks]
 };
 
-void gather_features(const Call& c, int b, const int32_t* parents, int count, const float* belief) {
+// Features of the parents whose children are ranked at `level`.
+void gather_features(const Call& c, int b, int level, const int32_t* parents, int count, const float* belief) {
+  const float* gate = c.gate ? c.gate + (static_cast<size_t>(b) * c.depth + level) * c.rank : nullptr;
   float* features = c.features + static_cast<size_t>(b) * c.width * c.rank;
   float* expected = c.expected + static_cast<size_t>(b) * c.rank;
   std::memset(expected, 0, c.rank * sizeof(float));
@@ -72,7 +75,7 @@ void gather_features(const Call& c, int b, const int32_t* parents, int count, co
       } else {
         value = static_cast<const float*>(c.w1)[row + i];
       }
-      to[i] = value * c.scale[b];
+      to[i] = (gate ? value * gate[i] : value) * c.scale[b];
       expected[i] += belief[p] * to[i];
     }
   }
@@ -197,13 +200,13 @@ void merge_task(Call& c, int level, int b) {
   for (int p = parents; p < c.width; ++p) std::memcpy(table + p * c.width, table, c.width * sizeof(float));
   for (int w = 0; w < c.width; ++w) sum += next[w];
   for (int w = 0; w < c.width; ++w) belief[w] = sum > 0 ? static_cast<float>(next[w] / sum) : 1.0f / c.width;
-  gather_features(c, b, tokens, c.width, belief);
+  if (level + 1 < c.depth) gather_features(c, b, level + 1, tokens, c.width, belief);
 }
 
 ffi::Error draft_head_topk(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> hidden, ffi::AnyBuffer head,
                            ffi::Buffer<ffi::S32> counts, ffi::Buffer<ffi::S32> anchor, ffi::Buffer<ffi::F32> scale,
                            ffi::RemainingArgs more, ffi::ResultBuffer<ffi::S32> tokens, ffi::ResultBuffer<ffi::F32> table,
-                           int64_t outputs, int64_t format, bool has_ids, bool has_noise, bool markov, int64_t rank,
+                           int64_t outputs, int64_t format, bool has_ids, bool has_noise, bool markov, bool has_gate, int64_t rank,
                            int64_t targets, bool w1_half, int64_t path_format, int64_t threads) {
   const auto bad = [](const std::string& what) { return ffi::Error::InvalidArgument("draft_head_topk: " + what); };
   const auto hd = hidden.dimensions(), td = tokens->dimensions();
@@ -244,6 +247,7 @@ ffi::Error draft_head_topk(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> hidden, f
     c.path.depth = c.rank;
     c.path.outputs = c.vocab;
     c.path.format = static_cast<int>(path_format);
+    if (has_gate) c.gate = operands.floats(rows * rank);
   }
   if (operands.bad() != 0) return bad("operand " + std::to_string(operands.bad()) + " is missing, too many or does not fit");
 
@@ -264,7 +268,7 @@ ffi::Error draft_head_topk(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> hidden, f
   if (markov)
     for (int b = 0; b < c.batch; ++b) {
       c.belief[static_cast<size_t>(b) * c.width] = 1.0f;
-      gather_features(c, b, c.anchor + b, 1, c.belief + static_cast<size_t>(b) * c.width);
+      gather_features(c, b, 0, c.anchor + b, 1, c.belief + static_cast<size_t>(b) * c.width);
     }
 
   std::vector<int> totals{c.tasks};
@@ -304,6 +308,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DraftHeadTopk, jetspec::draft_head_topk,
                                   .Attr<bool>("has_ids")
                                   .Attr<bool>("has_noise")
                                   .Attr<bool>("markov")
+                                  .Attr<bool>("has_gate")
                                   .Attr<int64_t>("rank")
                                   .Attr<int64_t>("targets")
                                   .Attr<bool>("w1_half")

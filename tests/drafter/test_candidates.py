@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax.config import DraftConfig
-from jetspec_jax.drafter import candidates, conditional_logits, path_correction
+from jetspec_jax.drafter import candidates, conditional_logits, path_correction, path_gate
 from jetspec_jax.errors import ConfigError
 from jetspec_jax.tree import Candidates
 from jetspec_jax.typing import Params
@@ -57,12 +57,10 @@ def run(
     return jax.jit(lambda x, t: fn(x, **t))(logits, traced)
 
 
-def conditional(depth: int, parent: int) -> np.ndarray:
+def conditional(depth: int, parent: int, gate: np.ndarray | None = None) -> np.ndarray:
     """log p(. | parent) over the draft vocabulary, in numpy."""
-    row = (
-        np.asarray(LOGITS[depth])
-        + np.asarray(PARAMS["path"]["w2"]) @ np.asarray(PARAMS["path"]["w1"])[parent]
-    )
+    features = np.asarray(PARAMS["path"]["w1"])[parent] * (1 if gate is None else gate[depth])
+    row = np.asarray(LOGITS[depth]) + np.asarray(PARAMS["path"]["w2"]) @ features
     return row - np.log(np.exp(row - row.max()).sum()) - row.max()
 
 
@@ -76,15 +74,18 @@ def test_without_path_head_rows_repeat_the_log_softmax() -> None:
         np.testing.assert_allclose(got.logp[:, parent], want, rtol=1e-5)
 
 
-def test_exact_scores_are_conditional_log_probabilities() -> None:
-    got = run(MARKOV, normaliser="exact")
+@pytest.mark.parametrize("path_head", ["markov", "pairwise"])
+def test_exact_scores_are_conditional_log_probabilities(path_head: str) -> None:
+    gate = RNG.standard_normal((DEPTH, 5)).astype(np.float32) if path_head == "pairwise" else None
+    cfg = dataclasses.replace(MARKOV, path_head=path_head)
+    got = run(cfg, normaliser="exact", gate=None if gate is None else jnp.asarray(gate))
     draft = {int(t): i for i, t in enumerate(np.asarray(ID_MAP))}
-    first = conditional(0, int(ANCHOR))
+    first = conditional(0, int(ANCHOR), gate)
     np.testing.assert_array_equal(got.tokens[0], np.asarray(ID_MAP)[np.argsort(-first)[:WIDTH]])
     np.testing.assert_allclose(got.logp[0, 0], np.sort(first)[::-1][:WIDTH], rtol=1e-4, atol=1e-5)
     for depth in range(1, DEPTH):
         for a, parent in enumerate(np.asarray(got.tokens[depth - 1])):
-            row = conditional(depth, int(parent))
+            row = conditional(depth, int(parent), gate)
             want = [row[draft[int(t)]] for t in np.asarray(got.tokens[depth])]
             np.testing.assert_allclose(got.logp[depth, a], want, rtol=1e-4, atol=1e-5)
 
@@ -145,6 +146,16 @@ def test_noise_and_temperature_follow_the_targets_choice(cfg: DraftConfig) -> No
     assert int(hot.tokens[0, 0]) == int(ID_MAP[int(jnp.argmax(root / 0.5 + noise[0]))])
     cold = run(cfg, temperature=jnp.asarray(0.0), noise=jnp.zeros_like(noise))
     np.testing.assert_array_equal(cold.tokens, run(cfg).tokens)
+
+
+def test_the_gate_is_one_plus_a_projection_of_the_hidden_state() -> None:
+    cfg = dataclasses.replace(MARKOV, path_head="pairwise")
+    hidden = RNG.standard_normal((DEPTH, 6)).astype(np.float32)
+    matrix = RNG.standard_normal((5, 6)).astype(np.float32)
+    got = path_gate({"path": {"gate": jnp.asarray(matrix)}}, cfg, jnp.asarray(hidden))
+    assert got is not None
+    np.testing.assert_allclose(got, 1 + hidden @ matrix.T, rtol=1e-5, atol=1e-5)
+    assert path_gate(PARAMS, MARKOV, jnp.asarray(hidden)) is None
 
 
 def test_training_form_adds_the_true_parents_correction() -> None:

@@ -15,7 +15,7 @@ from jetspec_jax.config import DraftConfig
 from jetspec_jax.drafter import candidates
 from pallas_kernels import native
 from pallas_kernels import row_invariant_matmul as rim
-from pallas_kernels.draft_head_topk import MarkovHead, draft_head_topk
+from pallas_kernels.draft_head_topk import PathHead, draft_head_topk
 from tests.pallas_kernels.test_decoder_stack import REFUSED, packed_as
 from tests.pallas_kernels.test_tree_attention import FORMS, same_bits
 
@@ -30,7 +30,7 @@ class Case(NamedTuple):
     head: rim.PackedWeight
     anchor: np.ndarray
     ids: np.ndarray | None
-    path: MarkovHead | None
+    path: PathHead | None
     temperature: np.ndarray | None
     noise: np.ndarray | None
 
@@ -44,6 +44,7 @@ def make(
     noise: bool = False,
     form: str = "f32",
     half: bool = False,
+    gated: bool = False,
     rank: int = 5,
     vocab: int = VOCAB,
 ) -> Case:
@@ -54,12 +55,13 @@ def make(
 
     w1 = normal(TARGETS, rank).astype(ml_dtypes.bfloat16 if half else np.float32)
     w2 = packed_as(form if rank % 32 == 0 else "f32", normal(vocab, rank))[0]
+    gate = jnp.asarray(normal(BATCH, DEPTH, rank)) if gated else None
     return Case(
         hidden=normal(BATCH, DEPTH, HIDDEN),
         head=packed_as(form, normal(vocab, HIDDEN) * np.float32(2 * HIDDEN**-0.5))[0],
         anchor=rng.integers(0, TARGETS, BATCH).astype(np.int32),
         ids=np.sort(rng.permutation(TARGETS)[:vocab]).astype(np.int32) if ids else None,
-        path=MarkovHead(jnp.asarray(w1), w2) if markov else None,
+        path=PathHead(jnp.asarray(w1), w2, gate) if markov else None,
         temperature=np.asarray([0.0, 0.7, 1.5], np.float32) if temperature else None,
         noise=rng.gumbel(size=(BATCH, DEPTH, vocab)).astype(np.float32) if noise else None,
     )
@@ -91,7 +93,7 @@ def run(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _candidates(width: int, case: Any, w1: Any, w2: Any) -> Any:
+def _candidates(width: int, case: Any, w1: Any, w2: Any, gate: Any) -> Any:
     vocab = case.head.n
     cfg = DraftConfig(
         hidden_size=HIDDEN,
@@ -113,18 +115,26 @@ def _candidates(width: int, case: Any, w1: Any, w2: Any) -> Any:
     params = {} if w2 is None else {"path": {"w1": w1, "w2": w2}}
     logits = rim.matmul(case.hidden, case.head)
 
-    def one(logits: Any, anchor: Any, temperature: Any, noise: Any) -> Any:
+    def one(logits: Any, anchor: Any, temperature: Any, noise: Any, gate: Any) -> Any:
         return candidates(
-            params, cfg, logits, anchor, case.ids, width, temperature=temperature, noise=noise
+            params,
+            cfg,
+            logits,
+            anchor,
+            case.ids,
+            width,
+            temperature=temperature,
+            noise=noise,
+            gate=gate,
         )
 
-    return jax.vmap(one)(logits, case.anchor, case.temperature, case.noise)
+    return jax.vmap(one)(logits, case.anchor, case.temperature, case.noise, gate)
 
 
 def expect(case: Case, width: int) -> tuple[np.ndarray, np.ndarray]:
     path = case.path
-    w1, w2 = (None, None) if path is None else (path.w1.astype(jnp.float32), path.w2)
-    out = _candidates(width, case._replace(path=None), w1, w2)
+    parts = (None,) * 3 if path is None else (path.w1.astype(jnp.float32), path.w2, path.gate)
+    out = _candidates(width, case._replace(path=None), *parts)
     return np.asarray(out.tokens), np.asarray(out.logp)
 
 
@@ -144,6 +154,7 @@ def check(case: Case, width: int, **kwargs: Any) -> None:
         {"ids": False},
         {"temperature": True, "noise": True},
         {"half": True, "noise": True},
+        {"gated": True, "temperature": True},
         {"form": "bf16", "half": True, "temperature": True},
         {"form": "Q8_0", "rank": 32},
         {"form": "Q4_1", "rank": 32, "half": True},
@@ -292,7 +303,7 @@ def test_errors_are_one_line() -> None:
     case = make(13)
     assert case.path is not None
     rows = rim.pack(np.zeros((VOCAB, HIDDEN), np.float32), "xla")
-    plain = MarkovHead(case.path.w1, rim.pack(np.zeros((VOCAB, 5), np.float32), "xla"))
+    plain = PathHead(case.path.w1, rim.pack(np.zeros((VOCAB, 5), np.float32), "xla"))
     for changes, width, message in (
         ({"hidden": case.hidden[..., :-1]}, 4, r"hidden \[3, 3, 31\]"),
         ({}, 0, "width 0"),

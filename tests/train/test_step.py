@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +24,14 @@ from jetspec_jax.typing import Params
 from train.config import OptimConfig
 from train.head_setup import first_state, optimiser_of
 from train.losses import LossConfig, block_loss
-from train.step import Batch, Frozen, block_hidden, objective, slot_targets, train_step
+from train.step import (
+    Batch,
+    Frozen,
+    block_hidden,
+    objective,
+    slot_targets,
+    train_step,
+)
 
 HEAD = DraftConfig(
     hidden_size=16,
@@ -91,6 +102,8 @@ def setup(
             rng.standard_normal((cfg.head_vocab_size, cfg.path_rank)), jnp.float32
         )
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    if cfg.path_head == "pairwise":
+        params["path"]["gate"] = normal(cfg.path_rank, cfg.hidden_size)
     ids = np.sort(rng.permutation(cfg.vocab_size)[: cfg.head_vocab_size])
     draft_of = np.full(cfg.vocab_size, -1, np.int32)
     draft_of[ids] = np.arange(len(ids))
@@ -199,7 +212,10 @@ def _plain_objective(
     label, inside, parent, row = slot_targets(cfg, frozen, batch)
     logits = hidden @ frozen.head.T
     if cfg.path_head != "none":
-        logits = logits + params["path"]["w1"][parent] @ params["path"]["w2"].T
+        features = params["path"]["w1"][parent]
+        if cfg.path_head == "pairwise":
+            features = features * (1 + hidden @ params["path"]["gate"].T)
+        logits = logits + features @ params["path"]["w2"].T
     final = jnp.stack([batch.final[b][row[b]] for b in range(len(row))])
     shape = (-1, cfg.depth)
     parts = block_loss(
@@ -212,11 +228,9 @@ def _plain_objective(
     return parts.loss.sum() / parts.count.sum()
 
 
-@pytest.mark.parametrize("path_head", ["none", "markov"])
+@pytest.mark.parametrize("path_head", ["none", "markov", "pairwise"])
 def test_chunked_gradient_equals_plain_gradient(path_head: str) -> None:
-    cfg = dataclasses.replace(
-        SMALL, path_head=path_head, path_rank=4 if path_head == "markov" else 0
-    )
+    cfg = dataclasses.replace(SMALL, path_head=path_head, path_rank=0 if path_head == "none" else 4)
     params, frozen, batch = setup(cfg)
     plain_fn = jax.jit(jax.value_and_grad(_plain_objective), static_argnums=(1, 2))
     plain_value, plain = plain_fn(params, cfg, LOSS, frozen, batch)
@@ -289,3 +303,15 @@ def test_bfloat16_products_are_near_float32_forward_and_backward() -> None:
     for a, b in zip(low, exact, strict=True):
         assert a.dtype == jnp.float32
         np.testing.assert_allclose(a, b, atol=0.03 * float(jnp.abs(b).max()))
+
+
+def test_parts_and_devices_give_the_gradient_of_the_whole_batch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.train.two_devices"],
+        env=os.environ | {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
