@@ -29,6 +29,7 @@ from jetspec_jax.loading import (
     bundled_head_path,
     load_head,
     load_target,
+    weight_arithmetic,
     weight_formats,
 )
 from jetspec_jax.models.decoder import Numerics, takes_stack
@@ -132,6 +133,7 @@ class LLM:
         self.tokenizer = target.tokenizer
         native = target.kernels == "cpu"
         self.weights = weight_formats(target.params)  # bytes by format
+        self.arithmetic = weight_arithmetic(target.params)  # "float" or "integer"
         self._stack = native and takes_stack(target.params, target.config)
         self._native_head = (
             self._stack

@@ -32,6 +32,7 @@ from jetspec_jax.weights import (
 from jetspec_jax.weights.packed import Packer
 from pallas_kernels import native
 from pallas_kernels import row_invariant_matmul as rim
+from pallas_kernels.row_invariant_matmul.specs import Arithmetic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +91,26 @@ def resolve_kernels(engine: EngineConfig) -> str:
         raise KernelError(str(err)) from err
 
 
+def resolve_arithmetic(engine: EngineConfig, kernels: str) -> Arithmetic:
+    """What `engine.arithmetic` means here, for weights that have both.
+
+    Args:
+        engine: the settings.
+        kernels: what `resolve_kernels` gave.
+
+    Raises:
+        ConfigError: integer arithmetic asked for where the native kernels do not run.
+    """
+    if engine.arithmetic == "integer" and kernels != "cpu":
+        raise ConfigError(
+            "arithmetic='integer' is of the native kernels, which do not run here; "
+            "drop --arithmetic, or --kernels xla and --dtype"
+        )
+    if engine.arithmetic == "float" or kernels != "cpu":
+        return "float"
+    return "integer" if engine.arithmetic == "integer" or rim.integer_pays() else "float"
+
+
 def weight_transform(
     engine: EngineConfig,
 ) -> tuple[Callable[[str, WeightSpec, np.ndarray], Any] | None, str]:
@@ -117,6 +138,13 @@ def weight_formats(params: PyTree) -> dict[str, int]:
     return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
+def weight_arithmetic(params: PyTree) -> Arithmetic:
+    """ "integer" if any weight is multiplied so."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, rim.PackedWeight))
+    packed = [x for x in leaves if isinstance(x, rim.PackedWeight)]
+    return "integer" if any(x.arithmetic == "integer" for x in packed) else "float"
+
+
 def format_line(params: PyTree) -> str:
     """`weight_formats` in words: "q4_1 66 MB, q8_0 30 MB, float32 0.1 MB"."""
     return ", ".join(
@@ -142,6 +170,7 @@ def load_target(
     Raises:
         ModelFileError: anything wrong with the files, in one line.
         KernelError: `engine.kernels="cpu"` where the native kernels cannot be built.
+        ConfigError: `engine.arithmetic="integer"` where nothing can be multiplied so.
     """
     say = progress or (lambda _: None)
     path = bundled_model_path() if model is None else model
@@ -149,14 +178,20 @@ def load_target(
     config = source.config()
     say(f"loading {config.name or source.path.name} from {source.path}")
     kernels = resolve_kernels(engine)
+    arithmetic = resolve_arithmetic(engine, kernels)
     # before the weights: what it needs while it is built does not add to the peak
     gguf = isinstance(source, GGUFSource)
     tokenizer = tokenizer_from_gguf(source) if gguf else load_tokenizer(source.path)
     pack = None
     if kernels == "cpu":
-        pack = Packer(engine.weights == "stored")
+        pack = Packer(engine.weights == "stored", arithmetic=arithmetic)
     params = load_params(source, decoder.declare(config), jnp.dtype(engine.dtype), pack=pack)
     _tell_formats(say, "weights", params, pack)
+    if engine.arithmetic == "integer" and weight_arithmetic(params) == "float":
+        raise ConfigError(
+            f"arithmetic='integer' needs Q4_1, Q4_0 or Q8_0 weights, and {source.path.name} has "
+            "none; drop --arithmetic"
+        )
     _return_memory()
     return Target(source.path, config, params, tokenizer, kernels, model is None)
 
@@ -199,8 +234,11 @@ def load_head(
     folder = resolve_model(path)
     say(f"loading draft head from {folder}")
     pack = None
-    if resolve_kernels(engine) == "cpu":
-        pack = Packer(engine.weights == "stored", quantise=engine.draft_weights == "q8_0")
+    kernels = resolve_kernels(engine)
+    arithmetic = resolve_arithmetic(engine, kernels)
+    if kernels == "cpu":
+        quantise = engine.draft_weights == "q8_0"
+        pack = Packer(engine.weights == "stored", quantise, arithmetic)
     loaded = drafter.load_draft(folder, target.config, jnp.dtype(engine.dtype), pack=pack)
     _tell_formats(say, "draft head weights", loaded.params, pack)
     return make_head(folder, loaded.config, loaded.params, loaded.id_map, target)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jetspec_jax.config import (
+    ARITHMETIC,
     BUILDERS,
     DRAFT_WEIGHTS,
     DRAFTERS,
@@ -97,6 +98,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="the draft head's in memory: q8_0, rounded to 8 bits, which changes no token "
         "(default), or stored, as --weights; with XLA always --dtype",
     )
+    group.add_argument(
+        "--arithmetic",
+        choices=ARITHMETIC,
+        help="of Q4_1, Q4_0 and Q8_0 weights with native kernels: float sums, exact integer sums "
+        "of blocks, or auto: integer on CPUs with AVX-512 VNNI (default: auto)",
+    )
 
 
 def add_spec_flags(parser: argparse.ArgumentParser) -> None:
@@ -166,7 +173,7 @@ def spec_from_args(args: argparse.Namespace) -> SpecConfig:
 
 
 def engine_from_args(args: argparse.Namespace, **extra: Any) -> EngineConfig:
-    names = ("dtype", "capacity", "numerics", "kernels", "weights", "draft_weights")
+    names = ("dtype", "capacity", "numerics", "kernels", "weights", "draft_weights", "arithmetic")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return EngineConfig.from_mapping(given | extra)
 

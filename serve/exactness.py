@@ -167,7 +167,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
 
     suite = load_suite(args.suite, args.limit)
     tallies: dict[str, Tally] = {}
-    digests: set[tuple[int, str]] = set()
+    digests: set[tuple[str, int, str]] = set()
     kernels = ""
     for mode in modes:
         args.weights = mode
@@ -184,7 +184,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
             found = tallies[f"{mode}, batch {batch}"] = compare(
                 llm, prompts, batch, args.max_tokens
             )
-            digests.add((batch, found.digest))
+            digests.add((llm.arithmetic, batch, found.digest))
             cli.say(
                 f"weights {mode}, batch {batch}: {found.different} of {found.positions} positions "
                 f"differ, tokens {'identical' if found.tokens_identical else 'DIFFERENT'}"
@@ -192,7 +192,8 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     document = {
         "logits_identical": not any(t.different for t in tallies.values()),
         "tokens_identical": all(t.tokens_identical for t in tallies.values()),
-        "weights_identical": len(digests) == len(batches),
+        # of the same arithmetic: stored weights may be multiplied in integers
+        "weights_identical": len(digests) == len(batches) * len({form for form, *_ in digests}),
         "modes": {name: dataclasses.asdict(t) for name, t in tallies.items()},
         "suite": suite.name,
         "prompts": len(suite.prompts),

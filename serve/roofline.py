@@ -25,7 +25,10 @@ from serve import cli
 # Vector operations that decode 16 weights, beside one multiply-add a row: shift, table,
 # multiply-add; convert, multiply; shift.
 DECODE = {"f32": 0, "bf16": 1, "q8_0": 2, "q4_0": 3, "q4_1": 3, "q4_k": 3, "q6_k": 5}
-STEPS = ("norm", "qkv", "rotate", "attention", "o", "norm", "gate_up", "down", "begin", "norm")
+STEPS = (
+    *("norm", "qkv", "rotate", "attention", "split", "o"),
+    *("norm", "gate_up", "split", "down", "begin", "norm"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +228,7 @@ def forward(
     if best is None:
         raise JetSpecError("nothing was measured")
     measured: dict[str, float] = {}
-    for op in ("qkv", "o", "gate_up", "down", "head", "attention", "norm", "rotate", "begin"):
+    for op in ("qkv", "o", "gate_up", "down", "head", "attention", "norm", *STEPS):
         measured[op] = 0.0
     for step, seconds in zip(STEPS, best[1], strict=True):
         measured[step] += seconds

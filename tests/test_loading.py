@@ -17,6 +17,7 @@ from jetspec_jax.loading import (
     format_line,
     load_target,
     make_head,
+    weight_arithmetic,
     weight_formats,
     weight_transform,
 )
@@ -65,7 +66,8 @@ def test_bad_values_of_weights_are_one_line():
 def test_stored_and_float32_weights_of_a_gguf(tmp_path: Path):
     write_gguf(tmp_path / "m.gguf", kind="Q4_1", kinds={"token": "Q8_0", "attn_k": "Q8_0"})
     lines: list[str] = []
-    stored = load_target(tmp_path / "m.gguf", EngineConfig(), lines.append)
+    engine = EngineConfig(arithmetic="float")
+    stored = load_target(tmp_path / "m.gguf", engine, lines.append)
     plain = load_target(tmp_path / "m.gguf", EngineConfig(weights="float32"))
     assert stored.kernels == plain.kernels == "cpu"
     assert set(weight_formats(stored.params)) == {"q4_1", "q8_0", "float32"}
@@ -74,6 +76,26 @@ def test_stored_and_float32_weights_of_a_gguf(tmp_path: Path):
     assert lines[1] == f"weights: {format_line(stored.params)}"
     assert lines[2] == ("weights expanded to float32: 2 (fused from parts stored as Q4_1 and Q8_0)")
     np.testing.assert_array_equal(logits(stored), logits(plain))
+
+
+def test_arithmetic_of_stored_weights(tmp_path: Path):
+    write_gguf(tmp_path / "m.gguf", kind="Q4_1")
+    whole = EngineConfig(arithmetic="integer")
+    stored = load_target(tmp_path / "m.gguf", whole)
+    assert weight_arithmetic(stored.params) == "integer"
+    plain = load_target(tmp_path / "m.gguf", EngineConfig(arithmetic="float"))
+    assert weight_arithmetic(plain.params) == "float" and plain.nbytes == stored.nbytes
+    np.testing.assert_allclose(logits(stored), logits(plain), rtol=1e-4, atol=1e-4)
+    auto = load_target(tmp_path / "m.gguf", EngineConfig())
+    assert weight_arithmetic(auto.params) == ("integer" if rim.integer_pays() else "float")
+    write_gguf(tmp_path / "f.gguf", kind="F32")
+    with pytest.raises(ConfigError, match=r"f\.gguf has none"):
+        load_target(tmp_path / "f.gguf", whole)
+    for changes in ({"kernels": "xla"}, {"dtype": "bfloat16"}):
+        with pytest.raises(ConfigError, match="native kernels, which do not run here"):
+            load_target(tmp_path / "m.gguf", EngineConfig(arithmetic="integer", **changes))
+    with pytest.raises(ConfigError, match="not weights='float32'"):
+        EngineConfig(arithmetic="integer", weights="float32")
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -112,7 +134,7 @@ def test_tokens_are_the_same_with_stored_and_float32_weights(monkeypatch):
     talk = [{"role": "user", "content": "Name three colours of the rainbow."}]
     answers = []
     for weights in ("stored", "float32"):
-        llm = LLM(engine=EngineConfig(weights=weights, capacity=256))
+        llm = LLM(engine=EngineConfig(weights=weights, capacity=256, arithmetic="float"))
         for spec in (SpecConfig(mode="off"), SpecConfig(mode="tree", budget=8)):
             answers.append(llm.chat([talk], SamplingParams(max_tokens=32), spec=spec)[0].token_ids)
     assert len(answers[0]) > 8 and answers.count(answers[0]) == len(answers)

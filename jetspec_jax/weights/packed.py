@@ -32,13 +32,16 @@ class Packer:
     Args:
         stored: keep the format of the file where there is a kernel for it; else float32 throughout.
         quantise: store every weight of whole blocks as Q8_0 instead, whatever the file has.
+        arithmetic: how weights are multiplied that have both.
 
     Attributes:
         expanded: number of weights that `stored` could not keep, by reason.
     """
 
-    def __init__(self, stored: bool, quantise: bool = False) -> None:
-        self.stored, self.quantise = stored, quantise
+    def __init__(
+        self, stored: bool, quantise: bool = False, arithmetic: specs.Arithmetic = "float"
+    ) -> None:
+        self.stored, self.quantise, self.arithmetic = stored, quantise, arithmetic
         self.expanded: collections.Counter[str] = collections.Counter()
 
     def __call__(
@@ -55,12 +58,12 @@ class Packer:
             values = _rows(parts, 0, count, stored=False)[1]
             for part in parts:
                 part.release()
-            return rim.pack_gguf(quantize.q8_0(values), "Q8_0", "cpu")
+            return rim.pack_gguf(quantize.q8_0(values), "Q8_0", "cpu", arithmetic=self.arithmetic)
         if self.stored and kinds != {"F32"}:
             reason = refusal(kinds)
             if reason is None:
                 try:
-                    return pack_parts(parts, stored=True)
+                    return pack_parts(parts, stored=True, arithmetic=self.arithmetic)
                 except native.KernelError:
                     # the one thing that depends on values: Q4_0 offsets, kept as float16
                     reason = f"{parts[0].kind} with a scale that is out of the kernel's range"
@@ -87,12 +90,15 @@ def refusal(kinds: set[str]) -> str | None:
     return f"stored as {kind}, which has no kernel"
 
 
-def pack_parts(parts: Sequence[RawTensor], *, stored: bool) -> rim.PackedWeight:
+def pack_parts(
+    parts: Sequence[RawTensor], *, stored: bool, arithmetic: specs.Arithmetic = "float"
+) -> rim.PackedWeight:
     """One packed weight from the rows of all parts, one under the other.
 
     Args:
         parts: as stored, with the same number of columns; of one kind if `stored`.
         stored: keep their format (`refusal` must be None); else float32.
+        arithmetic: how it is multiplied, if its format has both.
 
     Raises:
         native.KernelError: values that the packed format cannot hold (Q4_0).
@@ -101,12 +107,17 @@ def pack_parts(parts: Sequence[RawTensor], *, stored: bool) -> rim.PackedWeight:
     row_bytes = parts[0].blocks.shape[1] if stored else 4 * columns
     step = max(1, _SLICE // (specs.PANEL * row_bytes)) * specs.PANEL  # whole panels
     kind, rows = _rows(parts, 0, 1, stored)  # what the packed weight is beside its data
-    one = rim.pack_gguf(rows, kind, "cpu") if kind in specs.GGUF_KINDS else rim.pack(rows, "cpu")
+    if kind in specs.GGUF_KINDS:
+        both = specs.GGUF_KINDS[kind].format in specs.INTEGER_LAYOUTS
+        arithmetic = arithmetic if both else "float"
+        one = rim.pack_gguf(rows, kind, "cpu", arithmetic=arithmetic)
+    else:
+        arithmetic, one = "float", rim.pack(rows, "cpu")
     out = aligned_empty((specs.panels(count), *one.data.shape[1:]), one.data.dtype)
     for start in range(0, count, step):
         stop = min(count, start + step)
         panels = out[start // specs.PANEL : specs.panels(stop)]
-        rim.pack_panels(_rows(parts, start, stop, stored)[1], kind, panels)
+        rim.pack_panels(_rows(parts, start, stop, stored)[1], kind, panels, arithmetic=arithmetic)
         for part in parts:
             part.release()
     # On CPU device_put adopts the aligned buffer.

@@ -175,7 +175,7 @@ def decoder_stack(
         pairs += [(layer.gate_up, layer.gate_up_bias), (layer.down, layer.down_bias)]
         for weight, bias in pairs:
             operands += [weight.data] if bias is None else [weight.data, bias]
-            formats.append(matmul_specs.FORMAT_ID[weight.format])
+            formats.append(matmul_specs.LAYOUT_ID[weight.panel_layout])
         operands += [k, v]
     batch, rows, width = x.shape
     kv = (len(layers), batch, geometry.kv_heads, rows, geometry.dim)

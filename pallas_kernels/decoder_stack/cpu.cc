@@ -38,9 +38,10 @@ struct Stack {
   std::vector<std::pair<int, int>> origin;  // of a packed row: sequence, row
   // Work buffers, rows packed.
   float *hidden, *normed, *qkv, *q, *attended, *act, *cosine, *sine;
+  float* split[2];  // rows as digits for the projection under way, by kind; null where no weight is multiplied in integers
 };
 
-enum Step { kNormIn, kProject, kRotate, kAttend, kOutput, kNormMlp, kGate, kDown, kSteps };
+enum Step { kNormIn, kProject, kRotate, kAttend, kSplitAttended, kOutput, kNormMlp, kGate, kSplitAct, kDown, kSteps };
 
 size_t kv_row(const Stack& s, size_t layer, int b, int head, int t) {
   return (((layer * s.batch + b) * s.kv_heads + head) * s.rows + t) * s.dim;
@@ -90,6 +91,15 @@ void rotate_row(const Stack& s, int index, int row) {
     std::memcpy(s.new_v + kv_row(s, index, b, head, t), from, s.dim * sizeof(float));
 }
 
+// Row `row` of what these weights multiply, as digits, once for each kind that one of them wants.
+void split_row(const MatmulJob* jobs, int count, int row) {
+  for (int j = 0; j < count; ++j) {
+    bool done = jobs[j].split == nullptr;
+    for (int i = 0; i < j; ++i) done |= jobs[i].split == jobs[j].split;
+    if (!done) matmul_split(jobs[j], row, row + 1);
+  }
+}
+
 AttentionJob<float> attention_job(const Stack& s, int index) {
   AttentionJob<float> job{};
   job.q = s.q;
@@ -127,8 +137,9 @@ void run(ffi::ThreadPool& pool, Stack& s, int workers) {
     const Layer& layer = s.layers[i];
     int projections = 0;
     for (int j = 0; j < s.segments; ++j) projections += matmul_tasks(layer.qkv[j]);
-    totals.insert(totals.end(), {s.total, projections, s.total, attention_tasks(plan), matmul_tasks(layer.o), s.total,
-                                 matmul_tasks(layer.gate_up), matmul_tasks(layer.down)});
+    const auto splits = [&s](const MatmulJob& job) { return job.split == nullptr ? 0 : s.total; };
+    totals.insert(totals.end(), {s.total, projections, s.total, attention_tasks(plan), splits(layer.o), matmul_tasks(layer.o),
+                                 s.total, matmul_tasks(layer.gate_up), splits(layer.down), matmul_tasks(layer.down)});
   }
   totals.push_back(s.total);  // the final norm
 
@@ -161,6 +172,7 @@ void run(ffi::ThreadPool& pool, Stack& s, int workers) {
         for (int r = begin; r < end; ++r) {
           keep_tap(s, index - 1, r);
           rms_norm(row(s.hidden, r), layer.attn_norm, s.width, s.eps, row(s.normed, r));
+          split_row(layer.qkv, s.segments, r);
         }
         break;
       case kProject:
@@ -180,15 +192,23 @@ void run(ffi::ThreadPool& pool, Stack& s, int workers) {
         attention_run(job, begin, end);
         break;
       }
+      case kSplitAttended:
+        for (int r = begin; r < end; ++r) split_row(&layer.o, 1, r);
+        break;
       case kOutput:
         matmul_run(layer.o, begin, end);
         break;
       case kNormMlp:
-        for (int r = begin; r < end; ++r)
+        for (int r = begin; r < end; ++r) {
           rms_norm(row(s.hidden, r), layer.mlp_norm, s.width, s.eps, row(s.normed, r));
+          split_row(&layer.gate_up, 1, r);
+        }
         break;
       case kGate:
         matmul_run(layer.gate_up, begin, end);
+        break;
+      case kSplitAct:
+        for (int r = begin; r < end; ++r) split_row(&layer.down, 1, r);
         break;
       case kDown:
         matmul_run(layer.down, begin, end);
@@ -274,7 +294,13 @@ ffi::Error decoder_stack(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buf
   }
 
   const size_t m = s.total;
-  carve({{&s.hidden, m * s.width},
+  const size_t widest = std::max<size_t>({static_cast<size_t>(s.width), static_cast<size_t>(s.q_width), static_cast<size_t>(ffn)});
+  size_t split[2] = {};
+  for (int64_t form : formats)
+    if (const int kind = matmul_split_kind(form); kind != 0) split[kind - 1] = matmul_split_floats(m, widest);
+  carve({{&s.split[0], split[0]},
+         {&s.split[1], split[1]},
+         {&s.hidden, m * s.width},
          {&s.normed, m * s.width},
          {&s.qkv, m * s.qkv_width},
          {&s.q, m * s.q_width},
@@ -290,7 +316,8 @@ ffi::Error decoder_stack(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buf
                           const float* residual) {
     MatmulJob job{from, operands.bytes(matmul_weight_bytes(*format, depth, n)), to, nullptr, residual, s.total, static_cast<int>(depth),
                   static_cast<int>(n), static_cast<int>(*format), gated, stride};
-    ++format;
+    const int kind = matmul_split_kind(*format++);
+    if (kind != 0) job.split = reinterpret_cast<uint8_t*>(s.split[kind - 1]);
     if (bias) job.bias = operands.floats(n);
     return job;
   };
@@ -360,8 +387,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DecoderStack, jetspec::decoder_stack,
                                   .Attr<int64_t>("threads"));
 
 #if defined(JETSPEC_PROFILE)
-// Seconds by step since the last call (norm, qkv, rotate, attention, o, norm, gate_up, down, begin, final norm), then
-// cleared.
+// Seconds by step since the last call (norm, qkv, rotate, attention, split, o, norm, gate_up, split, down, begin, final
+// norm), then cleared.
 extern "C" void DecoderStackProfile(double* to) {
   for (double& seconds : jetspec::step_seconds) {
     *to++ = seconds;

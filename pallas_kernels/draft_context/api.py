@@ -92,7 +92,7 @@ def draft_context(
         )
     weights = [w for layer in layers for w in (layer.kv.data, layer.k_norm)]
     first = 7 + len(weights)
-    formats = [fc.format, *(layer.kv.format for layer in layers)]
+    projections = [fc, *(layer.kv for layer in layers)]
     call = jax.ffi.ffi_call(
         native.library().target("DraftContext"),
         [jax.ShapeDtypeStruct(c.shape, jnp.float32) for c in caches],
@@ -114,7 +114,7 @@ def draft_context(
         capacity=np.int64(capacity),
         eps=np.float32(eps),
         rope_scale=np.float32(rope_scale),
-        formats=np.asarray([matmul_specs.FORMAT_ID[f] for f in formats], np.int64),
+        formats=np.asarray([matmul_specs.LAYOUT_ID[w.panel_layout] for w in projections], np.int64),
         threads=np.int64(threads),
     )
     return tuple(out[: len(layers)]), tuple(out[len(layers) :])

@@ -51,12 +51,20 @@ ffi::Error draft_context(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> taps, ffi::
     }
   }
   const size_t m = rows.size();
-  float *x, *fused, *kv, *cosine, *sine;
-  carve({{&x, m * depth}, {&fused, m * width}, {&kv, m * layers * kv_width}, {&cosine, m * dim / 2}, {&sine, m * dim / 2}});
+  float *x, *fused, *kv, *cosine, *sine, *split[2];  // split: rows as digits, by kind
+  size_t split_size[2] = {};
+  for (int64_t form : formats)
+    if (const int kind = matmul_split_kind(form); kind != 0)
+      split_size[kind - 1] = matmul_split_floats(m, std::max(depth, width));
+  carve({{&x, m * depth}, {&fused, m * width}, {&kv, m * layers * kv_width}, {&cosine, m * dim / 2}, {&sine, m * dim / 2},
+         {&split[0], split_size[0]}, {&split[1], split_size[1]}});
 
-  const auto job = [m](const float* from, const void* w, float* to, int in, int out, int64_t format, size_t stride) {
-    return MatmulJob{from, static_cast<const uint8_t*>(w), to, nullptr, nullptr, static_cast<int>(m), in, out,
-                     static_cast<int>(format), false, stride};
+  const auto job = [m, &split](const float* from, const void* w, float* to, int in, int out, int64_t format, size_t stride) {
+    MatmulJob job{from, static_cast<const uint8_t*>(w), to, nullptr, nullptr, static_cast<int>(m), in, out,
+                  static_cast<int>(format), false, stride};
+    const int kind = matmul_split_kind(format);
+    if (kind != 0) job.split = reinterpret_cast<uint8_t*>(split[kind - 1]);
+    return job;
   };
   const MatmulJob fuse = job(x, fc.untyped_data(), fused, depth, width, formats[0], width);
   const size_t cache = static_cast<size_t>(batch) * kv_heads * capacity * dim;
@@ -107,9 +115,16 @@ ffi::Error draft_context(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> taps, ffi::
         std::memcpy(x + static_cast<size_t>(r) * depth,
                     taps.typed_data() + (static_cast<size_t>(row.sequence) * nodes + row.node) * depth, depth * sizeof(float));
         rope_angles(row.slot, inv_freq.typed_data(), dim / 2, rope_scale, cosine + r * (dim / 2), sine + r * (dim / 2));
+        if (fuse.split != nullptr) matmul_split(fuse, r, r + 1);
       } else if (phase == 2) {
         float* to = fused + static_cast<size_t>(r) * width;
         rms_norm(to, hidden_norm.typed_data(), width, eps, to);
+        bool done[3] = {true};  // of each kind once, for all layers
+        for (const Layer& layer : stack) {
+          bool& same = done[matmul_split_kind(layer.kv.format)];
+          if (!same) matmul_split(layer.kv, r, r + 1);
+          same = true;
+        }
       } else {
         for (int64_t i = 0; i < layers; ++i) {
           const float* from = kv + (static_cast<size_t>(r) * layers + i) * kv_width;

@@ -44,7 +44,7 @@ struct Part {  // what a task found in its piece of the vocabulary
 struct Call {
   int batch, depth, hidden, vocab, width, rank, tasks;
   bool markov, w1_half;
-  MatmulJob head, path;
+  MatmulJob head, path;  // of all rows; path without x: `features` or `expected`, split or not
   const float *scale, *noise;
   const float* gate;  // [B, D, r] or null
   const void* w1;
@@ -54,9 +54,22 @@ struct Call {
   float* table;     // [B, D, W, W]
   float *base;      // [B, D, vocab padded]
   float *features, *expected, *belief;  // [B, W, r], [B, r], [B, W]
+  float *head_split, *path_split;       // rows as digits, where a weight is multiplied in integers
   size_t stride;                        // floats of a row of base
   std::vector<Part> parts;              // [B, tasks]
 };
+
+// The path product of a sequence: of its features, or of their expectation, whose digits come after those of the features.
+MatmulJob path_job(const Call& c, int b, const float* x, int rows) {
+  MatmulJob job = c.path;
+  job.x = x;
+  job.rows = rows;
+  if (matmul_split_kind(job.format) != 0) {
+    const size_t one = matmul_split_floats(c.width, c.rank), place = x == c.expected + static_cast<size_t>(b) * c.rank;
+    job.split = reinterpret_cast<uint8_t*>(c.path_split + (2 * b + place) * one);
+  }
+  return job;
+}
 
 // Features of the parents whose children are ranked at `level`.
 void gather_features(const Call& c, int b, int level, const int32_t* parents, int count, const float* belief) {
@@ -79,19 +92,25 @@ void gather_features(const Call& c, int b, int level, const int32_t* parents, in
       expected[i] += belief[p] * to[i];
     }
   }
+  if (matmul_split_kind(c.path.format) != 0) {
+    matmul_split(path_job(c, b, features, count), 0, count);
+    matmul_split(path_job(c, b, expected, 1), 0, 1);
+  }
 }
 
 // Base logits of all depths, for panels [first, last).
 void head_task(const Call& c, int task) {
   alignas(64) float acc[kMaxPanelRows * kPanel];
+  Tiles tiles;
   const int panels = (c.vocab + kPanel - 1) / kPanel;
   for (int panel = task * kTaskPanels; panel < std::min(panels, (task + 1) * kTaskPanels); ++panel) {
     const int first = panel * kPanel, width = std::min(kPanel, c.vocab - first);
     for (int r0 = 0; r0 < c.head.rows; r0 += kMaxPanelRows) {
       MatmulJob part = c.head;
       part.x += static_cast<size_t>(r0) * c.hidden;
+      if (part.split != nullptr) part.split += matmul_split_bytes(r0, c.hidden);
       part.rows = std::min(kMaxPanelRows, c.head.rows - r0);
-      matmul_panel(part, panel, acc);
+      matmul_panel(part, panel, tiles, acc);
       for (int r = 0; r < part.rows; ++r) {
         const size_t row = r0 + r;
         const float scale = c.scale[row / c.depth];
@@ -108,6 +127,7 @@ void head_task(const Call& c, int task) {
 // Ranks a piece of the vocabulary at one depth, for all sequences.
 void rank_task(Call& c, int level, int task) {
   alignas(64) float value[kTaskPanels * kPanel];
+  Tiles tiles;
   const int panels = (c.vocab + kPanel - 1) / kPanel;
   const int from = task * kTaskPanels, to = std::min(panels, from + kTaskPanels);
   for (int b = 0; b < c.batch; ++b) {
@@ -120,10 +140,7 @@ void rank_task(Call& c, int level, int task) {
     for (int panel = from; panel < to; ++panel) {
       float* mixed = value + (panel - from) * kPanel;
       if (c.markov) {
-        MatmulJob job = c.path;
-        job.x = c.expected + static_cast<size_t>(b) * c.rank;
-        job.rows = 1;
-        matmul_panel(job, panel, mixed);
+        matmul_panel(path_job(c, b, c.expected + static_cast<size_t>(b) * c.rank, 1), panel, tiles, mixed);
         for (int n = 0; n < kPanel; ++n) mixed[n] += base[panel * kPanel + n];
       } else {
         std::memcpy(mixed, base + panel * kPanel, kPanel * sizeof(float));
@@ -177,11 +194,9 @@ void merge_task(Call& c, int level, int b) {
   const double tail = std::max(total - listed, 1e-6 * total);
   double row[kMaxWidth][kMaxWidth];
   alignas(64) float acc[kMaxWidth * kPanel];
+  Tiles tiles;
   for (int w = 0; w < c.width; ++w) {  // w2[chosen] . features of every parent
-    MatmulJob job = c.path;
-    job.x = features;
-    job.rows = parents;
-    matmul_panel(job, best.entry[w].id / kPanel, acc);
+    matmul_panel(path_job(c, b, features, parents), best.entry[w].id / kPanel, tiles, acc);
     for (int p = 0; p < parents; ++p)
       row[p][w] = base[best.entry[w].id] + acc[p * kPanel + best.entry[w].id % kPanel];
   }
@@ -261,28 +276,35 @@ ffi::Error draft_head_topk(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> hidden, f
   c.stride = static_cast<size_t>(panels) * kPanel;
   c.parts.resize(static_cast<size_t>(c.batch) * c.tasks);
   const size_t batch = c.batch;
-  carve({{&c.base, rows * c.stride},
+  const bool head_splits = matmul_split_kind(format) != 0, path_splits = markov && matmul_split_kind(path_format) != 0;
+  carve({{&c.head_split, head_splits ? matmul_split_floats(rows, c.hidden) : 0},
+         {&c.path_split, path_splits ? 2 * batch * matmul_split_floats(c.width, rank) : 0},
+         {&c.base, rows * c.stride},
          {&c.features, batch * c.width * c.rank},
          {&c.expected, batch * c.rank},
          {&c.belief, batch * c.width}});
+  if (head_splits) c.head.split = reinterpret_cast<uint8_t*>(c.head_split);
+  FloatEnv env;  // digits are rounded here
   if (markov)
     for (int b = 0; b < c.batch; ++b) {
       c.belief[static_cast<size_t>(b) * c.width] = 1.0f;
       gather_features(c, b, 0, c.anchor + b, 1, c.belief + static_cast<size_t>(b) * c.width);
     }
 
-  std::vector<int> totals{c.tasks};
+  std::vector<int> totals{head_splits ? static_cast<int>(rows) : 0, c.tasks};
   for (int level = 0; level < c.depth; ++level) totals.insert(totals.end(), {c.tasks, c.batch});
   const double work = static_cast<double>(rows) * c.vocab * (c.hidden + c.rank);
   const int workers = threads == 0 && work < 4e5 ? 1 : worker_limit(pool, static_cast<int>(threads));
   run_phases(pool, std::move(totals), workers, [&c](int phase, int begin, int end) {
     for (int i = begin; i < end; ++i) {
       if (phase == 0) {
+        matmul_split(c.head, i, i + 1);
+      } else if (phase == 1) {
         head_task(c, i);
-      } else if (phase % 2 == 1) {
-        rank_task(c, (phase - 1) / 2, i);
+      } else if (phase % 2 == 0) {
+        rank_task(c, (phase - 2) / 2, i);
       } else {
-        merge_task(c, (phase - 1) / 2, i);
+        merge_task(c, (phase - 2) / 2, i);
       }
     }
   });

@@ -4,6 +4,7 @@ from pallas_kernels.row_invariant_matmul.api import gated_matmul, matmul, take_r
 from pallas_kernels.row_invariant_matmul.packing import (
     PackedWeight,
     gather,
+    integer_pays,
     pack,
     pack_gguf,
     pack_panels,
@@ -15,6 +16,7 @@ __all__ = [
     "PackedWeight",
     "gated_matmul",
     "gather",
+    "integer_pays",
     "matmul",
     "pack",
     "pack_gguf",

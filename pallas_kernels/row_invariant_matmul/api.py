@@ -2,7 +2,8 @@
 
 On CPU, XLA's matmul changes a row's bits with the number of rows M, and its cost doubles from M = 1
 to M = 8. The native kernel (`cpu.cc`) reads the weights once for all rows at memory speed and sums
-every output from k = 0 upwards with fused multiply-adds, so verifying a tree gives exactly the
+every output from k = 0 upwards with fused multiply-adds, or in exact integer sums of blocks where
+the weight was packed so, so verifying a tree gives exactly the
 logits of plain decoding.
 
 Not differentiable: it serves decoding. Training multiplies plain arrays.
@@ -127,7 +128,7 @@ def take_rows(
     """
     if _choose(packed, implementation) == "xla":
         return packing.take_rows_xla(packed, ids)
-    rows = _build_take(packed.n, packed.k, packed.format)(
+    rows = _build_take(packed.n, packed.k, packed.panel_layout)(
         ids.reshape(-1).astype(jnp.int32), packed.data
     )
     rows = rows.reshape(*ids.shape, packed.k)
@@ -168,7 +169,7 @@ def _xla(rows: jax.Array, packed: PackedWeight) -> jax.Array:
 
 
 def _call(packed: PackedWeight, threads: int, gated: bool):
-    return _build_call(packed.n, packed.format, threads, gated)
+    return _build_call(packed.n, packed.panel_layout, threads, gated)
 
 
 @functools.cache
@@ -184,7 +185,7 @@ def _build_call(n: int, form: str, threads: int, gated: bool):
             x,
             data,
             *args,
-            format=np.int64(specs.FORMAT_ID[form]),
+            format=np.int64(specs.LAYOUT_ID[form]),
             outputs=np.int64(n),
             has_bias="bias" in extras,
             has_residual="residual" in extras,
@@ -231,7 +232,7 @@ def _build_take(n: int, k: int, form: str):
         return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((ids.size, k), jnp.float32))(
             ids,
             data,
-            format=np.int64(specs.FORMAT_ID[form]),
+            format=np.int64(specs.LAYOUT_ID[form]),
             outputs=np.int64(n),
             has_bias=False,
             has_residual=False,

@@ -4,11 +4,13 @@
 //
 // w is packed in panels (formats.h) and a panel is read once from memory for up to kMaxPanelRows rows. Weights that are
 // not fp32 are decoded to the exact fp32 values, in registers for few rows and into a piece of panel that stays in the
-// first-level cache for many; the sums are the same, so a format changes the speed and never the bits.
+// first-level cache for many; the sums are the same, so a format changes the speed and never the bits. Formats 6 and 7 have
+// another definition of the result: integer.h.
 #include "row_invariant_matmul/kernel.h"
 
-#include "cpu_common.h"
+#include "cpu_math.h"
 #include "row_invariant_matmul/formats.h"
+#include "row_invariant_matmul/integer.h"
 #include "row_invariant_matmul/pack.h"
 
 namespace jetspec {
@@ -117,12 +119,13 @@ void decode(const uint8_t* panel, int k, int count, float* to) {
   }
 }
 
-// acc[0..rows)[32] = x[0..rows) times panel `index`.
+// acc[0..rows)[32] = rows m0 onwards times panel `index`.
 template <typename Format>
-void accumulate(const Job& job, const float* x, int rows, size_t index, float* acc) {
+void accumulate(const Job& job, int m0, int rows, size_t index, Tiles&, float* acc) {
   constexpr bool direct = std::is_same_v<Format, F32>;
   constexpr int splits = kVectors / kTileVectors, fused = direct ? kTileRows : std::min(kFusedRows, Format::kFused);
   const size_t depth = job.depth;
+  const float* x = job.x + m0 * depth;
   const uint8_t* w = job.w + index * Format::bytes(depth);
   const char* fetch = reinterpret_cast<const char*>(w) + (direct ? kAhead * 3 / 2 : kAhead);
   Piece piece{w, 0, job.depth, 0, true, fetch, Format::bytes(256) / 32};
@@ -160,6 +163,13 @@ void accumulate(const Job& job, const float* x, int rows, size_t index, float* a
       r0 += size;
     }
   }
+}
+
+template <typename Format>
+void accumulate_sums(const Job& job, int m0, int rows, size_t index, Tiles& tiles, float* acc) {
+  const size_t depth = job.depth;
+  multiply_sums<Format>(job.w + index * Format::bytes(depth), depth, job.split + split_bytes(m0, depth), rows, kAhead, tiles,
+                        acc);
 }
 
 #if JETSPEC_FORM == 3
@@ -225,7 +235,7 @@ void take(const uint8_t* panel, int depth, int n, float* to) {
 struct Kernel {
   size_t (*bytes)(size_t);
   size_t depth;  // the depth of a weight is a multiple of this
-  void (*accumulate)(const Job&, const float*, int, size_t, float*);
+  void (*accumulate)(const Job&, int, int, size_t, Tiles&, float*);
   void (*take)(const uint8_t*, int, int, float*);
   void (*row_times_one)(const Job&, size_t, size_t, float*);  // or null: one row, one panel
   void (*row_times_two)(const Job&, size_t, size_t, float*);  // or null: one row, two panels
@@ -243,8 +253,14 @@ constexpr Kernel kernel_of() {
   return kernel;
 }
 
-constexpr Kernel kKernels[] = {kernel_of<F32>(), kernel_of<BF16>(), kernel_of<Q80>(),
-                               kernel_of<Q41>(), kernel_of<Q4K>(),  kernel_of<Q6K>()};
+template <typename Format>
+constexpr Kernel sums_of() {
+  return {Format::bytes, kBlock, accumulate_sums<Format>, take_sums<Format>, nullptr, nullptr};
+}
+
+constexpr Kernel kKernels[] = {kernel_of<F32>(), kernel_of<BF16>(), kernel_of<Q80>(),   kernel_of<Q41>(),
+                               kernel_of<Q4K>(), kernel_of<Q6K>(),  sums_of<Q80Sums>(), sums_of<Q41Sums>()};
+constexpr int64_t kFirstSums = 6;
 
 const Kernel* find_kernel(int64_t format) {
   return format >= 0 && format < static_cast<int64_t>(std::size(kKernels)) ? kKernels + format : nullptr;
@@ -311,14 +327,13 @@ void finish_gated(const Job& job, int index, int m0, int rows, float* gate, floa
   }
 }
 
-void run_panel(const Job& job, const Kernel& kernel, int index) {
+void run_panel(const Job& job, const Kernel& kernel, int index, Tiles& tiles) {
   alignas(64) float acc[kMaxRows * kPanel], value[kMaxRows * kPanel];
   for (int m0 = 0; m0 < job.rows; m0 += kMaxRows) {
     const int rows = std::min(kMaxRows, job.rows - m0);
-    const float* x = job.x + static_cast<size_t>(m0) * job.depth;
-    kernel.accumulate(job, x, rows, index, acc);
+    kernel.accumulate(job, m0, rows, index, tiles, acc);
     if (job.gated) {
-      kernel.accumulate(job, x, rows, index + job.outputs / 2 / kPanel, value);
+      kernel.accumulate(job, m0, rows, index + job.outputs / 2 / kPanel, tiles, value);
       finish_gated(job, index, m0, rows, acc, value);
     } else {
       finish(job, index, m0, rows, acc);
@@ -332,6 +347,28 @@ size_t matmul_weight_bytes(int64_t format, size_t depth, size_t outputs) {
   const Kernel* kernel = find_kernel(format);
   if (kernel == nullptr || depth % kernel->depth != 0) return 0;
   return (outputs + kPanel - 1) / kPanel * kernel->bytes(depth);
+}
+
+void Tiles::use() {
+#if defined(JETSPEC_AMX)
+  if (!used_) configure_tiles();
+  used_ = true;
+#endif
+}
+
+Tiles::~Tiles() {
+#if defined(JETSPEC_AMX)
+  if (used_) asm volatile("tilerelease");
+#endif
+}
+
+int matmul_split_kind(int64_t format) { return format < kFirstSums ? 0 : format == kFirstSums ? 1 : 2; }
+
+size_t matmul_split_bytes(size_t rows, size_t depth) { return split_bytes(rows, depth); }
+size_t matmul_split_floats(size_t rows, size_t depth) { return (split_bytes(rows, depth) + kTileBytes) / sizeof(float); }
+
+void matmul_split(const MatmulJob& job, int begin, int end) {
+  split_rows(job.x, job.rows, job.depth, matmul_split_kind(job.format) == 2, begin, end, job.split);
 }
 
 int matmul_tasks(const MatmulJob& job) {
@@ -363,14 +400,20 @@ void matmul_run(const MatmulJob& job, int begin, int end) {
       ++begin;
     }
   }
-  for (; begin < end; ++begin) run_panel(job, kernel, begin);
+  Tiles tiles;
+  for (; begin < end; ++begin) run_panel(job, kernel, begin, tiles);
 }
 
-void matmul_panel(const MatmulJob& job, int index, float* acc) {
-  kKernels[job.format].accumulate(job, job.x, job.rows, index, acc);
+void matmul_panel(const MatmulJob& job, int index, Tiles& tiles, float* acc) {
+  kKernels[job.format].accumulate(job, 0, job.rows, index, tiles, acc);
 }
 
 namespace {
+
+// For the split rows of one job.
+uint8_t* split_memory(size_t rows, size_t depth) {
+  return reinterpret_cast<uint8_t*>(thread_scratch(matmul_split_floats(rows, depth)));
+}
 
 ffi::Error bad(const char* what) {
   return ffi::Error::InvalidArgument(std::string("row_invariant_matmul: ") + what);
@@ -426,8 +469,15 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi:
     (is_bias ? job.bias : job.residual) = static_cast<const float*>(extra->untyped_data());
   }
   if (job.rows == 0 || outputs == 0) return ffi::Error::Success();
-  parallel_for(pool, matmul_tasks(job), static_cast<int>(threads),
-               [&job](int begin, int end) { matmul_run(job, begin, end); });
+  const int tasks = matmul_tasks(job), workers = std::min(worker_limit(pool, static_cast<int>(threads)), tasks);
+  if (matmul_split_kind(format) != 0) job.split = split_memory(job.rows, job.depth);
+  run_phases(pool, {job.split == nullptr ? 0 : job.rows, tasks}, workers, [&job](int phase, int begin, int end) {
+    if (phase == 0) {
+      matmul_split(job, begin, end);
+    } else {
+      matmul_run(job, begin, end);
+    }
+  });
   return ffi::Error::Success();
 }
 
@@ -451,13 +501,26 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, jetspec::matmul,
 // The same on plain pointers and the calling thread: for tests with buffers XLA never makes (misaligned, guarded).
 extern "C" void matmul_plain(const float* x, const void* w, float* y, int rows, int depth, int outputs, int format) {
   using namespace jetspec;
-  const Job job{x,    static_cast<const uint8_t*>(w), y, nullptr, nullptr, rows, depth, outputs, format,
-                false, static_cast<size_t>(outputs)};
+  Job job{x,    static_cast<const uint8_t*>(w), y, nullptr, nullptr, rows, depth, outputs, format,
+          false, static_cast<size_t>(outputs)};
   FloatEnv env;
+  if (matmul_split_kind(format) != 0) {
+    job.split = split_memory(rows, depth);
+    matmul_split(job, 0, rows);
+  }
   matmul_run(job, 0, matmul_tasks(job));
 }
 
 // Rows to panels on the calling thread (pack.h); 0 if some value has no exact form.
-extern "C" int matmul_pack(int kind, const void* from, size_t stride, size_t n, size_t k, void* to) {
-  return jetspec::pack_rows(kind, static_cast<const uint8_t*>(from), stride, n, k, static_cast<uint8_t*>(to));
+extern "C" int matmul_pack(int kind, int integer, const void* from, size_t stride, size_t n, size_t k, void* to) {
+  return jetspec::pack_rows(kind, integer != 0, static_cast<const uint8_t*>(from), stride, n, k, static_cast<uint8_t*>(to));
+}
+
+// Whether integer sums are the faster arithmetic of this build.
+extern "C" int matmul_integer_pays() {
+#if JETSPEC_FORM == 3 && defined(__AVX512VNNI__)
+  return 1;
+#else
+  return 0;
+#endif
 }

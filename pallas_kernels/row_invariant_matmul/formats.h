@@ -8,6 +8,10 @@
 //   4 q4_k   [k/256] { f16 d[32], m[32]; [8] { uint32 q[4][32]; uint8 s[32], t[32] } }  value = q (d s) - (m t)
 //   5 q6_k   [k/256] { f16 d[32]; [8] { uint32 q[4][32]; uint16 h[4][32]; int8 s[2][32] } }
 //            h: the upper 2 bits of each q; s: one for 16 inputs                        value = (q - 32) (d s)
+//   6 q8_0   [k/32] { f16 d[32]; int8 q[8][32][4] }   inputs 4 g to 4 g + 3 of an output together   value = q d
+//   7 q4_1   [k/32] { uint8 q[4][32][4]; f16 d[32], m[32] }                             value = q d + m
+//            q[g][n][i]: input 4 g + i in the low nibble, 16 + 4 g + i in the high one
+// (6 and 7 are multiplied in integers, integer.h.)
 // d s, m t, q d and q (d s) have at most 24 significant bits and are exact in fp32: fusing changes no bit.
 #pragma once
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "row_invariant_matmul/formats.h"
+#include "row_invariant_matmul/integer.h"
 
 namespace jetspec {
 
@@ -34,18 +35,25 @@ inline void put_nibbles(uint8_t* to, int n, const uint8_t* bytes, int shift) {
 }
 
 // One block of output n from `b` into `to`, the block of its panel. False: the value has no exact form.
-inline bool pack_block(int kind, const uint8_t* b, uint8_t* to, int n) {
+inline bool pack_block(int kind, bool integer, const uint8_t* b, uint8_t* to, int n) {
   switch (kind) {
     case kRowsQ80:
       put(to + 2 * n, 2, b);
-      for (int i = 0; i < kBlock; ++i) to[Q80::kHead + i * kPanel + n] = b[2 + i];
+      if (integer)
+        for (int g = 0; g < 8; ++g) put(to + Q80Sums::kWords + (g * kPanel + n) * 4, 4, b + 2 + 4 * g);
+      else
+        for (int i = 0; i < kBlock; ++i) to[Q80::kHead + i * kPanel + n] = b[2 + i];
       return true;
     case kRowsQ41:
     case kRowsQ40: {
       // byte i of the file holds inputs i (low nibble) and i + 16 (high)
       const uint8_t* q = b + (kind == kRowsQ41 ? 4 : 2);
       for (int g = 0; g < 4; ++g) {
-        const uint32_t v = gather_bits<4>(load_eight(q + g % 2 * 8), g / 2 * 4);
+        uint32_t v;
+        if (integer)
+          std::memcpy(&v, q + 4 * g, sizeof(v));
+        else
+          v = gather_bits<4>(load_eight(q + g % 2 * 8), g / 2 * 4);
         put(to + (g * kPanel + n) * 4, 4, &v);
       }
       put(to + kNibbles + 2 * n, 2, b);
@@ -116,10 +124,11 @@ inline void pack_floats(const uint8_t* from, size_t stride, size_t k, int count,
 }
 
 // Rows [0, n) of k inputs, `stride` bytes apart, to ceil(n / 32) panels.
-inline bool pack_rows(int kind, const uint8_t* from, size_t stride, size_t n, size_t k, uint8_t* to) {
+inline bool pack_rows(int kind, bool integer, const uint8_t* from, size_t stride, size_t n, size_t k, uint8_t* to) {
   static constexpr size_t kSize[] = {4, 2, 34, 20, 144, 210, 18};  // bytes of a block in a row
   const int format = kind == kRowsQ40 ? kRowsQ41 : kind;
   const size_t depth = format < 2 ? 1 : format < 4 ? 32 : 256, blocks = k / depth;
+  // both arithmetics of a format take the same bytes
   const size_t panel_bytes = matmul_weight_bytes(format, k, kPanel);
   bool good = true;
   for (size_t n0 = 0; n0 < n; n0 += kPanel, to += panel_bytes, from += kPanel * stride) {
@@ -132,7 +141,7 @@ inline bool pack_rows(int kind, const uint8_t* from, size_t stride, size_t n, si
     } else {
       for (size_t i = 0; i < blocks; ++i)
         for (int r = 0; r < count; ++r)
-          good &= pack_block(kind, from + r * stride + i * kSize[kind], to + panel_bytes / blocks * i, r);
+          good &= pack_block(kind, integer, from + r * stride + i * kSize[kind], to + panel_bytes / blocks * i, r);
     }
   }
   return good;

@@ -34,6 +34,8 @@ class PackedWeight:
       n: outputs.
       k: inputs.
       format: how the values are stored; every format stands for exact float32 values.
+      arithmetic: "float", sums of float32 products, or "integer", exact integer sums of blocks
+        (integer.h; q8_0 and q4_1 in panels): faster for several rows, and other bits.
       layout: "panels" for the native kernel, "rows" where XLA runs.
     """
 
@@ -42,6 +44,12 @@ class PackedWeight:
     k: int = flax.struct.field(pytree_node=False)
     format: specs.Format = flax.struct.field(pytree_node=False, default="f32")
     layout: Literal["panels", "rows"] = flax.struct.field(pytree_node=False, default="panels")
+    arithmetic: specs.Arithmetic = flax.struct.field(pytree_node=False, default="float")
+
+    @property
+    def panel_layout(self) -> str:
+        """Layout of the panels, a key of the tables in `specs`."""
+        return specs.layout(self.format, self.arithmetic)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -83,8 +91,17 @@ def pack(
     return PackedWeight(jax.device_put(pack_panels(np.asarray(w), kind)), n, k, form, "panels")
 
 
+def integer_pays() -> bool:
+    """Whether "integer" is the faster arithmetic here: native kernels, on a CPU with VNNI."""
+    return resolve() == "cpu" and bool(native.library().handle.matmul_integer_pays())
+
+
 def pack_gguf(
-    blocks: np.ndarray, kind: str, implementation: dispatch.Implementation = "auto"
+    blocks: np.ndarray,
+    kind: str,
+    implementation: dispatch.Implementation = "auto",
+    *,
+    arithmetic: specs.Arithmetic = "float",
 ) -> PackedWeight:
     """Packs a quantised GGUF tensor as it is: the kernel decodes to the exact dequantised values.
 
@@ -93,13 +110,14 @@ def pack_gguf(
       kind: "Q8_0", "Q4_0", "Q4_1", "Q4_K" or "Q6_K".
       implementation: as in `matmul`; where it resolves to XLA the weight is stored dequantised, as
         float32 rows.
+      arithmetic: how the native kernel multiplies it; "integer" for Q8_0, Q4_0 and Q4_1 only.
 
     Returns:
       The packed weight; `unpack` gives the values of `gguf.dequantize`.
 
     Raises:
-      native.KernelError: unknown kind, a row that is not a whole number of blocks, or a kernel not
-      available.
+      native.KernelError: unknown kind, a row that is not a whole number of blocks, a kernel not
+      available, or integer arithmetic where there is none.
     """
     if kind not in specs.GGUF_KINDS:
         raise native.KernelError(
@@ -112,13 +130,26 @@ def pack_gguf(
             f"need [n, multiple of {size}] uint8"
         )
     n, k = blocks.shape[0], blocks.shape[1] // size * specs.DEPTH[form]
-    if resolve(implementation) == "xla":
+    way = resolve(implementation)
+    if arithmetic == "integer" and (way == "xla" or form not in specs.INTEGER_LAYOUTS):
+        raise native.KernelError(
+            f"no integer arithmetic for {kind} weights of implementation {way!r}: "
+            "it needs native kernels and Q8_0, Q4_0 or Q4_1"
+        )
+    if way == "xla":
         data = jnp.asarray(reference.pack_gguf_array(blocks, kind))
         return PackedWeight(unpack(PackedWeight(data, n, k, form)), n, k, "f32", "rows")
-    return PackedWeight(jax.device_put(pack_panels(blocks, kind)), n, k, form, "panels")
+    data = jax.device_put(pack_panels(blocks, kind, arithmetic=arithmetic))
+    return PackedWeight(data, n, k, form, "panels", arithmetic)
 
 
-def pack_panels(rows: np.ndarray, kind: str, out: np.ndarray | None = None) -> np.ndarray:
+def pack_panels(
+    rows: np.ndarray,
+    kind: str,
+    out: np.ndarray | None = None,
+    *,
+    arithmetic: specs.Arithmetic = "float",
+) -> np.ndarray:
     """Rows in panels, by the native library: `pack` and `pack_gguf` without the wrapping.
 
     Args:
@@ -126,6 +157,7 @@ def pack_panels(rows: np.ndarray, kind: str, out: np.ndarray | None = None) -> n
       kind: "F32", "BF16" or a kind of `pack_gguf`.
       out: [ceil(n / 32), ...] panels to write, e.g. a slice of a larger array; by default a new
         array, aligned so that `jax.device_put` adopts it without a copy.
+      arithmetic: the layout is that of this arithmetic.
 
     Returns:
       The panels: `PackedWeight.data` as numpy array.
@@ -145,14 +177,16 @@ def pack_panels(rows: np.ndarray, kind: str, out: np.ndarray | None = None) -> n
         )
     if rows.strides[1] != rows.itemsize:
         rows = np.ascontiguousarray(rows)
-    number = specs.GGUF_KINDS[kind].number if kind in specs.GGUF_KINDS else specs.FORMAT_ID[form]
+    number = specs.GGUF_KINDS[kind].number if kind in specs.GGUF_KINDS else specs.LAYOUT_ID[form]
     call = native.library().handle.matmul_pack
     step = -(-len(out) // (os.cpu_count() or 1)) if out.nbytes > _SHARE else max(1, len(out))
 
     def work(panel: int) -> bool:
         part = rows[panel * specs.PANEL : (panel + step) * specs.PANEL]
         size = [ctypes.c_size_t(v) for v in (rows.strides[0], len(part), k)]
-        return bool(call(number, _address(part), *size, _address(out[panel:])))
+        return bool(
+            call(number, arithmetic == "integer", _address(part), *size, _address(out[panel:]))
+        )
 
     starts = range(0, len(out), step)
     if len(starts) > 1:  # the library lets go of the interpreter
@@ -173,7 +207,7 @@ def unpack(packed: PackedWeight) -> jax.Array:
     """The weight [n, k], bit for bit: as packed, or the float32 values of a quantised format."""
     if packed.layout == "rows":
         return packed.data
-    return reference.unpack_array(_panels(packed.data, packed.format), packed.n)
+    return reference.unpack_array(_panels(packed.data, packed.panel_layout), packed.n)
 
 
 def take_rows_xla(packed: PackedWeight, ids: jax.Array) -> jax.Array:
@@ -183,7 +217,7 @@ def take_rows_xla(packed: PackedWeight, ids: jax.Array) -> jax.Array:
     panel, lane = ids // specs.PANEL, ids % specs.PANEL
     if packed.format in ("f32", "bf16"):
         return packed.data[panel, :, lane]
-    blocks = reference.dequantize_panels(packed.data[panel], packed.format)  # [..., k, 32]
+    blocks = reference.dequantize_panels(packed.data[panel], packed.panel_layout)  # [..., k, 32]
     return jnp.take_along_axis(blocks, lane[..., None, None], axis=-1)[..., 0]
 
 
@@ -213,7 +247,7 @@ def gather(packed: PackedWeight, ids: np.ndarray) -> PackedWeight:
     if packed.layout == "rows":
         rows = data[ids]
     else:
-        rows = reference.gather_array(data, packed.format, ids)
+        rows = reference.gather_array(data, packed.panel_layout, ids)
     return dataclasses.replace(packed, data=jax.device_put(rows), n=ids.size)
 
 

@@ -37,9 +37,12 @@ def unpack_array(data: jax.Array, n: int) -> jax.Array:
     return data.transpose(0, 2, 1).reshape(count * lanes, k)[:n]
 
 
-def pack_gguf_array(blocks: np.ndarray, kind: str) -> np.ndarray:
+def pack_gguf_array(
+    blocks: np.ndarray, kind: str, arithmetic: specs.Arithmetic = "float"
+) -> np.ndarray:
     """GGUF rows [N, bytes] uint8 -> [ceil(N / 32), blocks, bytes] uint8: layout of formats.h."""
     form, size, _ = specs.GGUF_KINDS[kind]
+    form = specs.layout(form, arithmetic)
     n, per_row = blocks.shape[0], blocks.shape[1] // size
     rows = blocks.reshape(n, per_row, size)
     if kind == "Q4_0":
@@ -66,6 +69,13 @@ def pack_gguf_array(blocks: np.ndarray, kind: str) -> np.ndarray:
 
     if form == "q8_0":
         return np.concatenate([row(tiles[..., :2]), row(tiles[..., 2:].swapaxes(2, 3))], axis=-1)
+    if form in ("q8_0i", "q4_1i"):
+        start = 2 if form == "q8_0i" else 4  # words of four bytes as they are in the file
+        words = tiles[..., start:].reshape(*tiles.shape[:3], (tiles.shape[-1] - start) // 4, 4)
+        words = row(words.swapaxes(2, 3))
+        if form == "q8_0i":
+            return np.concatenate([row(tiles[..., :2]), words], axis=-1)
+        return np.concatenate([words, row(tiles[..., 0:2]), row(tiles[..., 2:4])], axis=-1)
     if form == "q4_1":
         packed = tiles[..., 4:]
         # byte i of the file holds inputs i (low nibble) and i + 16 (high)
@@ -147,10 +157,28 @@ def dequantize_panels(data: jax.Array, form: str) -> jax.Array:
         values = numbers >> shifts & jnp.asarray(2**bits - 1, dtype)
         return values.reshape(*data.shape[:-1], 8 * rows, specs.PANEL).astype(jnp.int32)
 
+    def parts_of(rows: int, shifts: list[tuple[int, ...]], mask: int) -> jax.Array:
+        """Fields of 32-bit words, shift by shift of one list, then row by row: [..., n, 32]."""
+        words = take(rows, jnp.uint32)
+        found = [
+            jnp.stack([words >> jnp.uint32(by) & jnp.uint32(mask) for by in half], axis=-2)
+            for half in shifts
+        ]
+        sizes = (rows * len(shifts[0]), specs.PANEL)
+        flat = [fields.reshape(*data.shape[:-1], *sizes) for fields in found]
+        return jnp.concatenate(flat, axis=-2)
+
     f16, u8, i8, u16, u32 = jnp.float16, jnp.uint8, jnp.int8, jnp.uint16, jnp.uint32
     if form == "q8_0":
         scale = floats(1, f16)
         values = floats(32, i8) * scale
+    elif form == "q8_0i":
+        scale = floats(1, f16)
+        q = parts_of(8, [(0, 8, 16, 24)], 255).astype(u8).astype(i8)
+        values = q.astype(jnp.float32) * scale
+    elif form == "q4_1i":
+        q = parts_of(4, [(0, 8, 16, 24), (4, 12, 20, 28)], 15)
+        values = q.astype(jnp.float32) * floats(1, f16) + floats(1, f16)
     elif form == "q4_1":
         q = fields(4, u32, 4)
         values = q.astype(jnp.float32) * floats(1, f16) + floats(1, f16)
@@ -227,4 +255,51 @@ def matmul_sequential(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     acc = np.zeros((x.shape[0], w.shape[0]), np.float32)
     for k in range(x.shape[1]):
         acc = fma(x[:, k, None], w[None, :, k], acc)
+    return acc
+
+
+def split_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows as integers by block (integer.h): x [M, K] -> s [M, K / 32] and X [M, K / 32, 32].
+
+    s is the smallest power of two, at least 2^-126, with max |x| / s < 127 * 2^16, or NaN where an
+    input of the block is not finite; X is x / s rounded to int64, 0 where s is NaN.
+    """
+    shape = (x.shape[0], x.shape[1] // specs.BLOCK, specs.BLOCK)
+    blocks = x.reshape(shape).astype(np.float64)
+    top = np.abs(blocks).max(axis=-1)
+    finite = np.isfinite(top)
+    exponent = np.frexp(np.where(finite, top, 0.0) / (127 * 2.0**16))[1]  # top / s in [1/2, 1)
+    scale = np.ldexp(1.0, np.where(top > 0, np.maximum(exponent, -126), -126))
+    digits = np.rint(np.where(finite[..., None], blocks, 0.0) / scale[..., None]).astype(np.int64)
+    return np.where(finite, scale, np.nan).astype(np.float32), digits
+
+
+def matmul_integer(x: np.ndarray, rows: np.ndarray, kind: str) -> np.ndarray:
+    """The exact result of integer block sums: x [M, K], GGUF rows [N, bytes] -> [M, N]."""
+    form, size, _ = specs.GGUF_KINDS[kind]
+    blocks = rows.reshape(len(rows), rows.shape[1] // size, size)
+
+    def half(at: int) -> np.ndarray:  # [N, K / 32]
+        return np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)[..., 0]
+
+    d = half(0).astype(np.float32)
+    if form == "q8_0":
+        q, m = blocks[..., 2:].view(np.int8).astype(np.int64), None
+    else:
+        packed = blocks[..., 4 if kind == "Q4_1" else 2 :]
+        q = np.concatenate([packed & 15, packed >> 4], axis=-1).astype(np.int64)
+        m = half(2).astype(np.float32) if kind == "Q4_1" else np.float32(-8) * d
+    scale, whole = split_rows(x)
+    high = (whole + 0x8080) >> 16  # so that the two digits below it are from -128 to 127
+    low = whole - (high << 16)
+    acc = np.zeros((len(x), len(rows)), np.float32)
+    with np.errstate(all="ignore"):
+        for b in range(q.shape[1]):
+            s = scale[:, b, None]
+            parts = [(part[:, b] @ q[:, b].T).astype(np.float32) for part in (low, high)]
+            t = fma(np.float32(2**16), parts[1], parts[0])
+            acc = fma(d[:, b] * s, t, acc)
+            if m is not None:
+                sums = whole[:, b].sum(axis=-1).astype(np.float32)[:, None]
+                acc = fma(m[:, b], s * sums, acc)
     return acc

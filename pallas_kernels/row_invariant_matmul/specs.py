@@ -7,8 +7,20 @@ PANEL = 32  # outputs beside each other in a packed panel; cpu.cc names the same
 BLOCK = 32  # inputs that share a scale in the quantised formats
 
 Format = Literal["f32", "bf16", "q8_0", "q4_1", "q4_k", "q6_k"]
-# Number of each format in cpu.cc; formats.h has the layouts.
-FORMAT_ID: dict[str, int] = {"f32": 0, "bf16": 1, "q8_0": 2, "q4_1": 3, "q4_k": 4, "q6_k": 5}
+Arithmetic = Literal["float", "integer"]
+# Layouts of panels: a format, with "i" where it is multiplied in integers (integer.h).
+INTEGER_LAYOUTS: dict[str, str] = {"q8_0": "q8_0i", "q4_1": "q4_1i"}
+# Number of each layout in cpu.cc; formats.h has them.
+LAYOUT_ID: dict[str, int] = {
+    "f32": 0,
+    "bf16": 1,
+    "q8_0": 2,
+    "q4_1": 3,
+    "q4_k": 4,
+    "q6_k": 5,
+    "q8_0i": 6,
+    "q4_1i": 7,
+}
 # A block as it lies in memory: (number of rows of 32 outputs, bytes of an output in such a row).
 ROWS: dict[str, tuple[tuple[int, int], ...]] = {
     "f32": ((1, 4),),
@@ -17,9 +29,20 @@ ROWS: dict[str, tuple[tuple[int, int], ...]] = {
     "q4_1": ((4, 4), (2, 2)),  # eight inputs a row; scale, minimum
     "q4_k": ((2, 2), *(((4, 4), (2, 1)) * 8)),
     "q6_k": ((1, 2), *(((4, 4), (4, 2), (2, 1)) * 8)),
+    "q8_0i": ((1, 2), (8, 4)),  # scale; four inputs a row
+    "q4_1i": ((4, 4), (2, 2)),  # inputs 4 g + i and 16 + 4 g + i in byte i of row g
 }
 # Inputs of a block.
-DEPTH: dict[str, int] = {"f32": 1, "bf16": 1, "q8_0": 32, "q4_1": 32, "q4_k": 256, "q6_k": 256}
+DEPTH: dict[str, int] = {
+    "f32": 1,
+    "bf16": 1,
+    "q8_0": 32,
+    "q4_1": 32,
+    "q4_k": 256,
+    "q6_k": 256,
+    "q8_0i": 32,
+    "q4_1i": 32,
+}
 
 
 class Kind(NamedTuple):
@@ -55,6 +78,11 @@ SMOLLM2_135M = (
     Shape("lm_head", 49152, 576),
     Shape("draft_head", 12288, 576),
 )
+
+
+def layout(form: str, arithmetic: Arithmetic) -> str:
+    """Name of the panels' layout; a format without integer sums has one for both arithmetics."""
+    return INTEGER_LAYOUTS.get(form, form) if arithmetic == "integer" else form
 
 
 def block_bytes(form: str) -> int:

@@ -76,7 +76,7 @@ def verify_head(
             hidden.astype(jnp.float32),
             head.data,
             counts,
-            format=np.int64(matmul_specs.FORMAT_ID[head.format]),
+            format=np.int64(matmul_specs.LAYOUT_ID[head.panel_layout]),
             outputs=np.int64(head.n),
             threads=np.int64(threads),
         )

@@ -4,7 +4,7 @@
 #include <limits>
 #include <string>
 
-#include "cpu_common.h"
+#include "cpu_math.h"
 #include "row_invariant_matmul/kernel.h"
 
 namespace jetspec {
@@ -69,9 +69,13 @@ ffi::Error verify_head(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> hidden, ffi::
   job.depth = static_cast<int>(depth);
   job.outputs = static_cast<int>(outputs);
   job.format = static_cast<int>(format);
+  job.x = x;
+  job.rows = static_cast<int>(rows);
+  if (matmul_split_kind(format) != 0) job.split = reinterpret_cast<uint8_t*>(thread_scratch(matmul_split_floats(rows, depth)));
 
   const auto search = [&](int begin, int end) {
     alignas(64) float acc[kMaxPanelRows * kPanel];
+    Tiles tiles;
     for (int task = begin; task < end; ++task) {
       Best* mine = &found[task * rows];
       for (size_t r = 0; r < rows; ++r) mine[r] = {0.0f, -std::numeric_limits<float>::infinity(), -1};
@@ -79,9 +83,10 @@ ffi::Error verify_head(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> hidden, ffi::
         const int first = panel * kPanel, width = std::min(kPanel, static_cast<int>(outputs) - first);
         for (size_t r0 = 0; r0 < rows; r0 += kMaxPanelRows) {
           MatmulJob part = job;
-          part.x = x + r0 * depth;
+          part.x += r0 * depth;
+          if (part.split != nullptr) part.split += matmul_split_bytes(r0, depth);
           part.rows = static_cast<int>(std::min<size_t>(kMaxPanelRows, rows - r0));
-          matmul_panel(part, panel, acc);
+          matmul_panel(part, panel, tiles, acc);
           for (int r = 0; r < part.rows; ++r) {
             Best& row = mine[r0 + r];
             const float* value = acc + r * kPanel;
@@ -109,8 +114,11 @@ ffi::Error verify_head(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> hidden, ffi::
   };
   const double work = static_cast<double>(rows) * depth * outputs;
   const int workers = threads == 0 && work < 4e5 ? 1 : worker_limit(pool, static_cast<int>(threads));
-  run_phases(pool, {tasks, static_cast<int>(rows)}, workers, [&](int phase, int begin, int end) {
+  const int all = static_cast<int>(rows);
+  run_phases(pool, {job.split == nullptr ? 0 : all, tasks, all}, workers, [&](int phase, int begin, int end) {
     if (phase == 0) {
+      matmul_split(job, begin, end);
+    } else if (phase == 1) {
       search(begin, end);
     } else {
       merge(begin, end);

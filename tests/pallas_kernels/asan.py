@@ -32,6 +32,7 @@ TESTS = tuple(
     f"tests/pallas_kernels/test_{op}.py"
     for op in (
         "row_invariant_matmul",
+        "integer_sums",
         "tree_attention",
         "decoder_stack",
         "verify_head",

@@ -63,9 +63,11 @@ def packed_as(form: str, w: np.ndarray) -> tuple[rim.PackedWeight, np.ndarray]:
     if form == "bf16":
         narrow = w.astype(ml_dtypes.bfloat16)
         return rim.pack(narrow, "cpu"), narrow.astype(np.float32)
-    kind = gguf.GGMLQuantizationType[form]
+    name = form.removesuffix("i")  # "Q8_0i": multiplied in integers
+    kind = gguf.GGMLQuantizationType[name]
     blocks = gguf.quantize(w, kind)
-    return rim.pack_gguf(blocks, form, "cpu"), gguf.dequantize(blocks, kind)
+    packed = rim.pack_gguf(blocks, name, "cpu", arithmetic="float" if name == form else "integer")
+    return packed, gguf.dequantize(blocks, kind)
 
 
 def make_layer(
@@ -260,6 +262,8 @@ VARIANTS = [
     (LLAMA, "f32", 1, (), True),
     (LLAMA, "Q8_0", 2, (1,), True),
     (LLAMA, "Q4_1", 3, (1, 0), False),
+    (LLAMA, "Q8_0i", 1, (1,), True),
+    (LLAMA, "Q4_1i", 3, (1, 0), False),
     (QWEN3, "f32", 3, (0, 2), True),
     (QWEN3, "bf16", 1, (), False),
     (QWEN2, "f32", 2, (1,), True),
@@ -462,10 +466,12 @@ def check_plain(case: Case, got: StackOut, b: int, company: int) -> None:
 
 
 @pytest.mark.parametrize("shape", specs.SMALL, ids=lambda s: s.name)
-@pytest.mark.parametrize("form", ["f32", "Q8_0"])
+@pytest.mark.parametrize("form", ["f32", "Q8_0", "Q8_0i", "Q4_1i", "Q4_0i"])
 def test_tree_rows_are_those_of_plain_decoding(shape: specs.Shape, form: str) -> None:
-    if form == "Q8_0" and shape is not LLAMA:
-        form = "bf16"  # inputs that are no whole blocks
+    if form != "f32" and shape is not LLAMA:
+        if form != "Q8_0":
+            pytest.skip("inputs that are no whole blocks")
+        form = "bf16"
     case = make(
         11,
         shape,
@@ -521,7 +527,7 @@ def test_bits_do_not_depend_on_threads_company_or_place() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_bits_do_not_depend_on_the_vector_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [make(2, shape, taps=(0,)) for shape in specs.SMALL]
-    cases += [make(2, LLAMA, form=stored) for stored in ("bf16", "Q8_0", "Q4_1")]
+    cases += [make(2, LLAMA, form=stored) for stored in ("bf16", "Q8_0", "Q4_1", "Q8_0i", "Q4_1i")]
     best = [run(case) for case in cases]
     number = FORMS[form] if "avx2" in native.cpu_identity() else 0
     narrow = native.library((f"-DJETSPEC_FORM={number}", "-O1"))

@@ -140,7 +140,7 @@ def written(case: Case) -> np.ndarray:
     return (slots >= 0) & (slots < case.counts[:, None])
 
 
-@pytest.mark.parametrize("form", ["f32", "bf16", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("form", ["f32", "bf16", "Q8_0", "Q4_1", "Q8_0i", "Q4_1i"])
 def test_agrees_with_fuse_and_context_kv(form: str) -> None:
     assert ROPE_SCALE > 1.1
     case = make(1, form=form)

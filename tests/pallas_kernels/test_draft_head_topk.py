@@ -158,6 +158,8 @@ def check(case: Case, width: int, **kwargs: Any) -> None:
         {"form": "bf16", "half": True, "temperature": True},
         {"form": "Q8_0", "rank": 32},
         {"form": "Q4_1", "rank": 32, "half": True},
+        {"form": "Q8_0i", "rank": 32, "noise": True},
+        {"form": "Q4_1i", "rank": 32, "gated": True},
     ],
     ids=lambda k: "-".join(str(v) if isinstance(v, str | int) else n for n, v in k.items()),
 )

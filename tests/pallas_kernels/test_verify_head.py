@@ -59,7 +59,7 @@ def same(a: Choice, b: Choice) -> bool:
     return all(same_bits(np.asarray(x), np.asarray(y)) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("form", ["f32", "bf16", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("form", ["f32", "bf16", "Q8_0", "Q4_1", "Q8_0i", "Q4_1i"])
 @pytest.mark.parametrize("vocab", [TASK + 17, 3 * TASK])
 def test_choice_is_that_of_the_stored_logits(form: str, vocab: int) -> None:
     rng = np.random.default_rng(vocab)
