@@ -302,7 +302,7 @@ inline void tile_store(void* to, size_t stride) {
 constexpr int kTile = 16;  // rows of a tile, and 32-bit columns
 // What tiles hold; kSums beside them.
 constexpr int kPairTile = 3, kPairWeights = 4, kByteTile = 5, kByteWeights = 6;
-// Tiles for the sums of two pieces of 16 tile rows, of even and of odd blocks.
+// Tiles for the sums of two pieces of 16 tile rows, of the halves of a panel.
 constexpr int kSums[2][2] = {{0, 1}, {2, 7}};
 
 inline void configure_tiles() {
@@ -315,9 +315,9 @@ inline void configure_tiles() {
 }
 
 // The sums of piece `Piece` and those after it, of T: digits times the weights in their tile.
-template <bool Pairs, int Odd, int T, int Piece = 0>
+template <bool Pairs, int Half, int T, int Piece = 0>
 inline void multiply_pieces(const uint8_t* digits) {
-  constexpr int kTo = kSums[Odd][Piece];
+  constexpr int kTo = kSums[Half][Piece];
   if constexpr (Pairs) {
     tile_load<kPairTile>(digits + Piece * kTile * 2 * kBlock, 2 * kBlock);
     asm volatile("tilezero %%tmm%c0\n\ttdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kTo), "i"(kPairTile), "i"(kPairWeights));
@@ -325,99 +325,94 @@ inline void multiply_pieces(const uint8_t* digits) {
     tile_load<kByteTile>(digits + Piece * kTile * kBlock, kBlock);
     asm volatile("tilezero %%tmm%c0\n\ttdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kTo), "i"(kByteTile), "i"(kByteWeights));
   }
-  if constexpr (Piece + 1 < T) multiply_pieces<Pairs, Odd, T, Piece + 1>(digits);
+  if constexpr (Piece + 1 < T) multiply_pieces<Pairs, Half, T, Piece + 1>(digits);
 }
 
-template <int Odd, int T, int Piece = 0>
+template <int Half, int T, int Piece = 0>
 inline void store_pieces(int32_t* sums) {
-  tile_store<kSums[Odd][Piece]>(sums + Piece * kTile * kTile, kTile * 4);
-  if constexpr (Piece + 1 < T) store_pieces<Odd, T, Piece + 1>(sums);
+  tile_store<kSums[Half][Piece]>(sums + Piece * kTile * kTile, kTile * 4);
+  if constexpr (Piece + 1 < T) store_pieces<Half, T, Piece + 1>(sums);
 }
 
-// acc[R][32]: a split group of R rows times a panel, one half of it after the other with the R sums in registers.
+// acc[R][32]: a split group of R rows times a panel, all sums in registers. It goes from block to block and in a block from
+// one half of the panel to the other.
 template <typename Format, int R>
-void tile_rows(const uint8_t* panel, int blocks, const Group& group, bool fetch, float* acc) {
+void tile_rows(const uint8_t* panel, int blocks, const Group& group, size_t ahead, float* acc) {
   constexpr bool kPairs = Format::kNibble;
   constexpr int kHeight = kPairs ? 2 : kDigits;  // tile rows of a row
   constexpr int T = (R * kHeight + kTile - 1) / kTile;
   alignas(64) int32_t sums[2][T * kTile * kTile];
-  alignas(64) uint8_t bytes[4][kTile * kTile * 4];
-  for (int half = 0; half < kPanel / kTile; ++half) {
-    // Five blocks are under way: a tile loaded soon after its bytes were stored waits for them to reach the cache, and one
-    // stored soon after its product waits for that (together 120 cycles a block instead of 45).
-    const auto decode = [&](int b) {
-      const uint8_t* block = panel + b * Format::kBytes;
-      if (fetch) {  // half of the same block of the next panel
-        const uint8_t* next = block + blocks * Format::kBytes + half * 64;
-        for (size_t i = 0; i < Format::kBytes; i += 128) __builtin_prefetch(next + i, 0, 2);
-      }
-      if constexpr (kPairs) {
-        const auto put = [to = bytes[b % 4]](int row, Ints q) { _mm512_store_si512(to + row * kTile * 4, q); };
-        for (int g = 0; g < 4; ++g) {
-          const Ints both = load_ints(block + Format::kWords + (g * kPanel + half * kTile) * 4);
-          put(g, low_bits(both, 0x0F0F0F0F));
-          put(4 + g, low_bits(shift_right(both, 4), 0x0F0F0F0F));
-          put(8 + g, low_bits(shift_left(both, 4), static_cast<int>(0xF0F0F0F0)));
-          put(12 + g, low_bits(both, static_cast<int>(0xF0F0F0F0)));
-        }
-      }
-    };
-    const auto multiply = [&](int b) {
-      const uint8_t* digits = group.digits + b * R * (kPairs ? kRowPairs : kRowDigits);
-      if constexpr (kPairs) {
-        tile_load<kPairWeights>(bytes[b % 4], kTile * 4);
-      } else {
-        tile_load<kByteWeights>(panel + b * Format::kBytes + Format::kWords + half * kTile * 4, kPanel * 4);
-      }
-      if (b % 2 == 0) {
-        multiply_pieces<kPairs, 0, T>(digits);
-      } else {
-        multiply_pieces<kPairs, 1, T>(digits);
-      }
-    };
-    const auto keep = [&](int b) {
-      if (b % 2 == 0) {
-        store_pieces<0, T>(sums[0]);
-      } else {
-        store_pieces<1, T>(sums[1]);
-      }
-    };
-    Vec a[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) a[r] = zero();
-    for (int b = 0; b < std::min(4, blocks); ++b) decode(b);
-    multiply(0);
-    if (blocks > 1) multiply(1);
-    keep(0);
-    for (int b = 0; b < blocks; ++b) {
-      if (b + 2 < blocks) multiply(b + 2);
-      if (b + 1 < blocks) keep(b + 1);
-      if (b + 4 < blocks) decode(b + 4);
-      const SumScales<Format> scales(panel + b * Format::kBytes, half * kTile);
-      const BlockScale* rows = group.scales + b * R;
-      const int32_t* s = sums[b % 2];
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r, s += kHeight * kTile) {
-        Vec t;
-        if constexpr (kPairs) {
-          t = scales.total(load_ints(s), load_ints(s + kTile));
-        } else {
-          t = scales.total(load_ints(s), load_ints(s + kTile), load_ints(s + 2 * kTile));
-        }
-        a[r] = scales.add_block(a[r], t, rows[r]);
+  alignas(64) uint8_t bytes[2][2][kTile * kTile * 4];
+  const auto decode = [&](int b, auto half) {
+    constexpr int H = decltype(half)::value;
+    const uint8_t* block = panel + b * Format::kBytes;
+    if (H == 0 && ahead > 0) prefetch_block<Format>(block, ahead);
+    if constexpr (kPairs) {
+      const auto put = [to = bytes[b % 2][H]](int row, Ints q) { _mm512_store_si512(to + row * kTile * 4, q); };
+      for (int g = 0; g < 4; ++g) {
+        const Ints both = load_ints(block + Format::kWords + (g * kPanel + H * kTile) * 4);
+        put(g, low_bits(both, 0x0F0F0F0F));
+        put(4 + g, low_bits(shift_right(both, 4), 0x0F0F0F0F));
+        put(8 + g, low_bits(shift_left(both, 4), static_cast<int>(0xF0F0F0F0)));
+        put(12 + g, low_bits(both, static_cast<int>(0xF0F0F0F0)));
       }
     }
+  };
+  const auto multiply = [&](int b, auto half) {
+    constexpr int H = decltype(half)::value;
+    if constexpr (kPairs) {
+      tile_load<kPairWeights>(bytes[b % 2][H], kTile * 4);
+    } else {
+      tile_load<kByteWeights>(panel + b * Format::kBytes + Format::kWords + H * kTile * 4, kPanel * 4);
+    }
+    multiply_pieces<kPairs, H, T>(group.digits + b * R * (kPairs ? kRowPairs : kRowDigits));
+  };
+  Vec a[2][R];
+#pragma GCC unroll 2
+  for (int h = 0; h < 2; ++h)
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) store(acc + r * kPanel + half * kTile, a[r]);
-  }
+    for (int r = 0; r < R; ++r) a[h][r] = zero();
+  // A tile loaded soon after its bytes were stored waits for them to reach the cache, and one stored soon after its product
+  // waits for that (together 120 cycles for half a block instead of 45): so the half that is added, the one that is stored,
+  // the one that is multiplied and the one that is decoded are each one or two apart.
+  using First = std::integral_constant<int, 0>;
+  using Second = std::integral_constant<int, 1>;
+  const auto step = [&](int b, auto half) {
+    constexpr int H = decltype(half)::value;
+    if (b + 1 < blocks) multiply(b + 1, half);
+    if (H == 0 || b + 1 < blocks) store_pieces<1 - H, T>(sums[1 - H]);
+    if (b + 2 < blocks) decode(b + 2, half);
+    const SumScales<Format> scales(panel + b * Format::kBytes, H * kTile);
+    const BlockScale* rows = group.scales + b * R;
+    const int32_t* s = sums[H];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r, s += kHeight * kTile) {
+      Vec t;
+      if constexpr (kPairs) {
+        t = scales.total(load_ints(s), load_ints(s + kTile));
+      } else {
+        t = scales.total(load_ints(s), load_ints(s + kTile), load_ints(s + 2 * kTile));
+      }
+      a[H][r] = scales.add_block(a[H][r], t, rows[r]);
+    }
+  };
+  for (int b = 0; b < std::min(2, blocks); ++b) decode(b, First{}), decode(b, Second{});
+  multiply(0, First{});
+  multiply(0, Second{});
+  store_pieces<0, T>(sums[0]);
+  for (int b = 0; b < blocks; ++b) step(b, First{}), step(b, Second{});
+#pragma GCC unroll 2
+  for (int h = 0; h < 2; ++h)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) store(acc + r * kPanel + h * kTile, a[h][r]);
 }
 
 template <typename Format, int R>
-void run_tiles(const uint8_t* panel, int blocks, const Group& group, bool fetch, float* acc) {
+void run_tiles(const uint8_t* panel, int blocks, const Group& group, size_t ahead, float* acc) {
   if constexpr (R > 1) {
-    if (group.rows < R) return run_tiles<Format, R - 1>(panel, blocks, group, fetch, acc);
+    if (group.rows < R) return run_tiles<Format, R - 1>(panel, blocks, group, ahead, acc);
   }
-  tile_rows<Format, R>(panel, blocks, group, fetch, acc);
+  tile_rows<Format, R>(panel, blocks, group, ahead, acc);
 }
 #endif
 
@@ -433,7 +428,7 @@ void multiply_sums(const uint8_t* panel, size_t depth, const uint8_t* from, int 
 #if defined(JETSPEC_AMX)
     if (use_tiles(group.rows)) {
       tiles.use();
-      run_tiles<Format, kRowGroup>(panel, blocks, group, ahead > 0, to);
+      run_tiles<Format, kRowGroup>(panel, blocks, group, ahead, to);
       ahead = 0;  // further passes find the panel in the cache
       continue;
     }
