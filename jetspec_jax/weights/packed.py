@@ -41,7 +41,8 @@ class Packer:
     def __init__(
         self, stored: bool, quantise: bool = False, arithmetic: specs.Arithmetic = "float"
     ) -> None:
-        self.stored, self.quantise, self.arithmetic = stored, quantise, arithmetic
+        self.stored, self.quantise = stored, quantise
+        self.arithmetic: specs.Arithmetic = arithmetic
         self.expanded: collections.Counter[str] = collections.Counter()
 
     def __call__(

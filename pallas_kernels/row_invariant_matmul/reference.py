@@ -297,7 +297,7 @@ def matmul_integer(x: np.ndarray, rows: np.ndarray, kind: str) -> np.ndarray:
         for b in range(q.shape[1]):
             s = scale[:, b, None]
             parts = [(part[:, b] @ q[:, b].T).astype(np.float32) for part in (low, high)]
-            t = fma(np.float32(2**16), parts[1], parts[0])
+            t = fma(np.full((), 2**16, np.float32), parts[1], parts[0])
             acc = fma(d[:, b] * s, t, acc)
             if m is not None:
                 sums = whole[:, b].sum(axis=-1).astype(np.float32)[:, None]

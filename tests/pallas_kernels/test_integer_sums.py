@@ -117,7 +117,7 @@ def test_smallest_and_largest_inputs(kind: str) -> None:
     """Subnormal blocks, values beside far larger ones, mantissas where the scale changes."""
     packed, rows = packed_as(kind, 12, 40, 96)
     edge = np.float32(2 - 2.0**-6)
-    near = np.nextafter(edge, np.float32([0, 4]), dtype=np.float32)
+    near = np.nextafter(edge, np.asarray([0, 4], np.float32), dtype=np.float32)
     for top in (1e-45, 1e-40, 2.0**-126, 2.0**-103, 1.0, *near, edge, 1e30, 2.0**112):
         x = normal(13, 6, 96)
         x = (x / np.abs(x).max(axis=1, keepdims=True) * np.float32(top)).astype(np.float32)
