@@ -123,6 +123,15 @@ def tapped_layers(folder: Path) -> tuple[int, ...] | None:
     return tuple(int(i) for i in value["taps"]) if "taps" in value else None
 
 
+def is_for_evaluation(folder: Path) -> bool:
+    """Whether the answers are to prompts of evaluation suites (`train.regenerate
+    --for-evaluation`)."""
+    meta = folder / "meta.json"
+    return meta.is_file() and bool(
+        _json(meta, 0, meta.read_text(encoding="utf-8")).get("for_evaluation", False)
+    )
+
+
 def _is_held_out(tokens: np.ndarray, share: float) -> bool:
     digest = hashlib.sha256(np.ascontiguousarray(tokens, np.int32).tobytes()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64 < share

@@ -193,11 +193,11 @@ def _muon_axes(params: Params) -> PyTree:
     """Which weights Muon takes: every [out, in] matrix but the path head's tables, whose rows are
     tokens that most steps do not touch."""
     axes = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
-    flat = {
-        name: axes if p.ndim == 2 and not name.startswith("path.") else None
-        for name, p in flatten(params).items()
-    }
-    return nest(flat)
+
+    def choose(path: Any, p: Any) -> Any:
+        return axes if p.ndim == 2 and path[0].key != "path" else None
+
+    return jax.tree_util.tree_map_with_path(choose, params)
 
 
 def optimiser_of(cfg: OptimConfig) -> optax.GradientTransformation:

@@ -150,6 +150,61 @@ _SOURCES: dict[str, Callable[[random.Random], str | None]] = {
 }
 
 
+def prompts_from_file(path: str | Path, *, evaluation: bool = False) -> list[Prompt]:
+    """Prompts of a JSON lines file, one {"prompt": text} or {"messages": [...]} a line.
+
+    A conversation's `id` hashes all its messages; equal conversations count once. Unless
+    `evaluation`, every message is held against the evaluation suites as in `training_prompts`, and
+    an overlap is an error: silently fewer prompts than the file has would not be noticed.
+
+    Raises:
+        ModelFileError: the file cannot be read, or a line is not such an object (names the line).
+        ConfigError: a prompt overlaps an evaluation suite.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelFileError(f"{path}: cannot be read ({error}); give a JSON lines file") from error
+    found: dict[str, Prompt] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ModelFileError(f"{where}: not valid JSON ({error}); correct the line") from error
+        messages = row.get("messages") if isinstance(row, dict) else None
+        if isinstance(row, dict) and isinstance(row.get("prompt"), str):
+            messages = [{"role": "user", "content": row["prompt"]}]
+        well_formed = (
+            isinstance(messages, list)
+            and messages
+            and all(
+                isinstance(m, dict)
+                and m.get("role") in ("system", "user", "assistant")
+                and isinstance(m.get("content"), str)
+                for m in messages
+            )
+            and messages[-1]["role"] == "user"
+        )
+        if not well_formed or not isinstance(messages, list):
+            raise ModelFileError(
+                f'{where}: needs {{"prompt": text}}, or {{"messages": [...]}} that end with the '
+                "user's; correct the line"
+            )
+        if not evaluation and any(overlaps_evaluation(m["content"]) for m in messages):
+            raise ConfigError(
+                f"{where}: shares text with an evaluation suite and must not be trained on; remove "
+                "the line, or give --for-evaluation"
+            )
+        digest = content_hash(" ".join(f"{m['role']} {m['content']}" for m in messages))[:16]
+        found.setdefault(digest, {"id": digest, "source": Path(path).name, "messages": messages})
+    if not found:
+        raise ModelFileError(f"{path}: holds no prompt; give a JSON lines file")
+    return list(found.values())
+
+
 def training_prompts(n: int, seed: int = 0) -> list[Prompt]:
     """`n` distinct prompts in random order: {"id", "source", "messages"}.
 

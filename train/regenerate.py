@@ -44,7 +44,7 @@ from jetspec_jax.models.spec import flatten, nest
 from jetspec_jax.numerics import ComputeWeight
 from jetspec_jax.sampling import SamplingState, choose, greedy, sampling_state
 from jetspec_jax.typing import Array, Params
-from train.prompts import training_prompts
+from train.prompts import prompts_from_file, training_prompts
 
 _CHUNK = 64  # rows of a prefill step, and the unit of cache lengths
 _WINDOW = 256  # prompts that are put in order of length, so that a group pads little
@@ -410,23 +410,27 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "seed": args.seed,
         "temperature": args.temperature,
         "precision": args.precision,
+        "for_evaluation": args.for_evaluation,
         "command": " ".join(["python -m train.regenerate", *sys.argv[1:]]),
     }
     meta_path = writer.out / "meta.json"
     if meta_path.exists():
         before = json.loads(meta_path.read_text())
-        changed = [
-            k
-            for k in ("target", "taps", "vocab_size", "seed", "temperature", "precision")
-            if before.get(k, "float32") != meta[k]
-        ]
+        defaults = {"precision": "float32", "for_evaluation": False}  # of folders made before them
+        keys = ("target", "taps", "vocab_size", "seed", "temperature", *defaults)
+        changed = [k for k in keys if before.get(k, defaults.get(k)) != meta[k]]
         if changed:
             raise ConfigError(
                 f"{args.out} was made with another {', '.join(changed)}; use another --out"
             )
     meta_path.write_text(json.dumps(meta, indent=1))
 
-    prompts = training_prompts(args.prompts, args.seed)
+    if args.prompts_file:
+        prompts = prompts_from_file(args.prompts_file, evaluation=args.for_evaluation)
+    elif args.for_evaluation:
+        raise ConfigError("--for-evaluation needs --prompts-file; the built-in prompts train")
+    else:
+        prompts = training_prompts(args.prompts, args.seed)
     todo = [p for p in prompts if p["id"] not in writer.seen]
     regen = Regenerator(target, cfg)
     stop_ids = set(target.config.eos_ids)
@@ -486,6 +490,12 @@ def parser() -> argparse.ArgumentParser:
         "--out", required=True, help="folder for shards; an earlier run there is resumed"
     )
     p.add_argument("--prompts", type=int, default=20_000, help="how many training prompts to draw")
+    p.add_argument("--prompts-file", help='JSON lines of {"prompt"} or {"messages"} instead')
+    p.add_argument(
+        "--for-evaluation",
+        action="store_true",
+        help="prompts may be those of evaluation suites; training refuses the folder",
+    )
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--slots", type=int, default=32, help="sequences written at once")
     p.add_argument("--group", type=int, default=8, help="prompts prefilled together")

@@ -25,7 +25,7 @@ from jetspec_jax.typing import Params
 from jetspec_jax.weights import bundled_model_path, load_params, open_source
 from train import checkpoint
 from train.config import TrainConfig, load_config, to_json
-from train.data import coverage, held_out_batches, load_dataset, train_batch
+from train.data import coverage, held_out_batches, is_for_evaluation, load_dataset, train_batch
 from train.evaluate import evaluate, make_evaluator
 from train.export import export_head
 from train.features import feature_function
@@ -95,6 +95,11 @@ class Trainer:
         self.say = say or (lambda text: print(text, file=sys.stderr, flush=True))
         self.out = Path(cfg.run.out)
         self.dtype = jnp.dtype(cfg.optim.precision)
+        if is_for_evaluation(Path(cfg.data.path)):
+            raise ConfigError(
+                f"data.path={cfg.data.path} answers evaluation prompts and must not be trained on; "
+                "give another folder"
+            )
         self.data = load_dataset(cfg.data)
         self.say(
             f"data {cfg.data.path}: {len(self.data.train)} sequences, "

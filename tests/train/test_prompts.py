@@ -1,5 +1,6 @@
 """Training prompts are distinct, reproducible, and share nothing with the evaluation suites."""
 
+import json
 import random
 
 import pytest
@@ -83,3 +84,43 @@ def test_computed_examples_of_procedural_tasks_are_right() -> None:
     assert third_person("Return the sum.") == "returns the sum"
     assert third_person("Apply f to x") == "applies f to x"
     assert third_person("The sum of all.") is None
+
+
+def test_a_file_of_prompts_and_conversations(tmp_path) -> None:
+    file = tmp_path / "p.jsonl"
+    turns = [
+        {"role": "user", "content": "Name a river."},
+        {"role": "assistant", "content": "The Danube."},
+        {"role": "user", "content": "How long is it?"},
+    ]
+    lines = [{"prompt": "Name a river."}, {"messages": turns}, {"prompt": "Name a river."}]
+    file.write_text("\n".join(json.dumps(x) for x in lines) + "\n\n")
+    found = prompts.prompts_from_file(file)
+    assert [len(p["messages"]) for p in found] == [1, 3]  # the repeated prompt counts once
+    assert len({p["id"] for p in found}) == 2 and found[0]["source"] == "p.jsonl"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        '{"prompt": 3}',
+        '{"messages": []}',
+        '{"messages": [{"role": "assistant", "content": "x"}]}',
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line: str) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "fine"}\n' + line + "\n")
+    with pytest.raises(ModelFileError, match=r"p\.jsonl:2: "):
+        prompts.prompts_from_file(file)
+
+
+def test_evaluation_prompts_of_a_file_never_train(tmp_path) -> None:
+    text = next(t for t in _suite_texts() if len(prompts.words(t)) > 20)
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps({"prompt": text}) + "\n")
+    with pytest.raises(ConfigError, match="evaluation suite"):
+        prompts.prompts_from_file(file)
+    assert len(prompts.prompts_from_file(file, evaluation=True)) == 1
