@@ -18,7 +18,7 @@ RUN := $(VENV)/.installed-run-$(KIND)
 DEV := $(VENV)/.installed-dev-$(KIND)
 INPUTS := pyproject.toml uv.lock requirements/data.txt
 
-.PHONY: help demo test test-fast asan lint format types check bench bench-peers lock hooks install dev clean distclean
+.PHONY: help demo test test-fast asan train-smoke lint format types check bench bench-peers lock hooks install dev clean distclean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -34,6 +34,9 @@ test-fast: $(DEV)  ## Tests without the real model
 
 asan: $(DEV)  ## Kernel tests under AddressSanitizer and UBSan (needs GCC)
 	@$(BIN)/python -m tests.pallas_kernels.asan
+
+train-smoke: $(DEV)  ## Regenerate, train, export, evaluate and serve a tiny head (under 3 minutes)
+	@$(BIN)/python -m train.smoke
 
 lint: $(DEV)  ## ruff: lint and format check
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -59,7 +59,8 @@ def export_head(
     provenance: dict[str, Any],
     dtype: Any = ml_dtypes.bfloat16,
 ) -> Path:
-    """model.safetensors, config.json and provenance.json in one atomic folder. Returns it."""
+    """model.safetensors, config.json, provenance.json and README.md (the model card) in one atomic
+    folder. Returns it."""
     import safetensors.numpy
 
     weights = safetensors.numpy.save(
@@ -82,9 +83,69 @@ def export_head(
             "model.safetensors": weights,
             "config.json": (json.dumps(config, indent=2) + "\n").encode(),
             "provenance.json": (json.dumps(record, indent=2) + "\n").encode(),
+            "README.md": model_card(cfg, record).encode(),
         },
     )
     return folder
+
+
+def model_card(cfg: DraftConfig, record: dict[str, Any]) -> str:
+    """The card of a head: what it is, what it was trained on, and what was measured."""
+    path = "none" if cfg.path_head == "none" else f"{cfg.path_head}, rank {cfg.path_rank}"
+    rows = {
+        "layers": cfg.num_layers,
+        "block": f"{cfg.block_size} ({'causal' if cfg.causal else 'bidirectional'})",
+        "taps of the target": ", ".join(map(str, cfg.target_layer_ids)),
+        "draft vocabulary": cfg.head_vocab_size,
+        "path head": path,
+    }
+    data = record.get("data", {})
+    rows |= {
+        "training sequences": data.get("sequences", "unknown"),
+        "answer tokens": data.get("answer_tokens", "unknown"),
+        "vocabulary coverage": data.get("vocabulary_coverage", "unknown"),
+    }
+    held = record.get("metrics", {}).get("held_out", {})
+    name = record.get("target") or "the target"
+    lines = [
+        "---",
+        "library_name: jetspec-jax",
+        "tags: [speculative-decoding, draft-head]",
+        "---",
+        f"# Draft head for {name}",
+        "",
+        "A draft head for tree speculative decoding (JetSpec, arXiv 2606.18394) with jetspec-jax. "
+        "It changes no token of its target; it only makes it faster.",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {key} | {value} |" for key, value in rows.items()),
+        "",
+        "Trained by `"
+        + (record.get("command") or "unknown")
+        + "` on answers the target wrote itself.",
+        "",
+    ]
+    if held.get("blocks"):
+        taus = held["tree_tau"]
+        lines += [
+            f"Held out, greedy, simulated at {held['blocks']} anchors (step {held.get('step')}): "
+            f"chain tau {held['chain_tau']}; expected calibration error of path probabilities "
+            f"{held['ece']}.",
+            "",
+            "| budget | " + " | ".join(taus) + " |",
+            "|---|" + "---|" * len(taus),
+            "| tree tau | " + " | ".join(str(v) for v in taus.values()) + " |",
+            "",
+            "| depth | " + " | ".join(str(d + 1) for d in range(len(held["acceptance"]))) + " |",
+            "|---|" + "---|" * len(held["acceptance"]),
+            "| accepted, largest budget | " + " | ".join(str(v) for v in held["acceptance"]) + " |",
+            "| best token right, given the path | "
+            + " | ".join(str(v) for v in held["agreement"])
+            + " |",
+            "",
+        ]
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -113,18 +174,14 @@ def main(argv: list[str] | None = None) -> int:
                 f"{source}: {size} bytes of weights exceed {args.max_bytes}; train a smaller "
                 "head or raise --max-bytes"
             )
-        recorded = json.loads(files["provenance.json"])["weights_sha256"]
-        if recorded != hashlib.sha256(files["model.safetensors"]).hexdigest():
+        record = json.loads(files["provenance.json"])
+        if record["weights_sha256"] != hashlib.sha256(files["model.safetensors"]).hexdigest():
             raise ModelFileError(
                 f"{source}: weights are not those of provenance.json; export them again"
             )
-        load_draft(source)
+        files["README.md"] = model_card(load_draft(source).config, record).encode()
         write_folder(Path(args.out), files)
-        print(
-            json.dumps(
-                {"head": args.out, "bytes": size, **json.loads(files["provenance.json"])["metrics"]}
-            )
-        )
+        print(json.dumps({"head": args.out, "bytes": size, **record["metrics"]}))
     except JetSpecError as err:
         print(f"error: {err}", file=sys.stderr)
         return err.exit_code

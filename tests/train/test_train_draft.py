@@ -127,6 +127,10 @@ def test_export_command_copies_checks_and_refuses(
     assert export.main(["--run", str(trainer.out), "--out", str(out)]) == 0
     assert last_line(capsys)["bytes"] == (out / "model.safetensors").stat().st_size
     load_draft(out, CONFIG)
+    card = (out / "README.md").read_text()
+    best = json.loads((out / "provenance.json").read_text())["metrics"]["held_out"]
+    assert f"| tree tau | {' | '.join(str(v) for v in best['tree_tau'].values())} |" in card
+    assert str(trainer.data.answer_tokens) in card and "markov, rank 8" in card
     assert export.main(["--run", str(trainer.out), "--out", str(out), "--max-bytes", "1000"]) == 1
     assert "exceed 1000" in capsys.readouterr().err
     assert export.main(["--run", str(tmp_path), "--out", str(out)]) == 1
