@@ -188,8 +188,12 @@ class Trainer:
         checkpoint.save(self.out, self.state, meta, self.cfg.run.keep)
 
     def shipped_params(self) -> Params:
-        """What is evaluated and exported: the averaged weights where there are any."""
-        return self.state.params if self.state.ema is None else self.state.ema
+        """What is evaluated and exported, on one device: the averaged weights where there are
+        any."""
+        params = self.state.params if self.state.ema is None else self.state.ema
+        # Evaluation is a program of one device: sharded over several, XLA's partitioner does not
+        # survive the barrier in `candidates` (jaxlib 0.11.2).
+        return params if self.mesh is None else jax.device_put(params, self.mesh.devices.flat[0])
 
     # ---- evaluation ----
 
