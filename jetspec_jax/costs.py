@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from jetspec_jax.engine import LLM
     from jetspec_jax.session import Session
 
-_VERSION = 4  # of the file; raise it when rounds change in cost
-_PROMPT = 64  # tokens in the cache while measuring
+_VERSION = 5  # of the file; raise it when rounds change in cost
+_PROMPT = 256  # tokens in the cache while measuring: attention is part of what a node costs
 _ROUNDS, _TURNS = 2, 6
 _LONG_S = 0.1  # rounds this long are timed one at a time
 _NEVER = 1e9
