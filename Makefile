@@ -18,7 +18,7 @@ RUN := $(VENV)/.installed-run-$(KIND)
 DEV := $(VENV)/.installed-dev-$(KIND)
 INPUTS := pyproject.toml uv.lock requirements/data.txt
 
-.PHONY: help demo test test-fast asan train-smoke lint format types check bench bench-peers lock hooks install dev clean distclean
+.PHONY: help demo test test-fast asan train-smoke gpu-compile lint format types check bench bench-peers lock hooks install dev clean distclean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -37,6 +37,11 @@ asan: $(DEV)  ## Kernel tests under AddressSanitizer and UBSan (needs GCC)
 
 train-smoke: $(DEV)  ## Regenerate, train, export, evaluate and serve a tiny head (under 3 minutes)
 	@$(BIN)/python -m train.smoke
+
+gpu-compile: $(DEV)  ## The training step of Qwen3-8B compiles for 8 x H100 and fits (no GPU needed)
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(VENV)/gpu-compile -r requirements/gpu-compile.txt
+	@PYTHONPATH=$(VENV)/gpu-compile JAX_PLATFORMS=cpu TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python -m train.gpu_compile \
+	  --config configs/train/qwen3_8b.toml --geometry qwen3-8b
 
 lint: $(DEV)  ## ruff: lint and format check
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -21,6 +21,7 @@ class DataConfig:
 
     path: str = "data"  # folder of shards (train/data.py)
     target: str = ""  # model the answers come from; empty: the bundled one
+    target_dtype: str = "float32"  # of its weights here, where features are computed on the fly
     sequences: int = 4  # per step
     anchors: int = 48  # per sequence and step
     max_tokens: int = 512  # of a sequence that are used; the rest is cut off
@@ -71,6 +72,7 @@ class OptimConfig:
     weight_decay: float = 0.01
     clip: float = 1.0
     accumulate: int = 1  # parts a step's sequences are cut into, one after the other
+    remat: bool = False  # recompute layers in the backward pass: less memory, a third more work
     devices: int = 1  # that share a step's sequences; 0: all there are
     ema: float = 0.0  # decay of the averaged weights that are evaluated and exported; 0: off
     precision: str = "bfloat16"  # of the matrix products; master weights are float32
@@ -196,6 +198,10 @@ def _check(cfg: TrainConfig) -> None:
         )
     if not 0 <= cfg.loss.survival <= 1:
         raise ConfigError(f"loss.survival={cfg.loss.survival} is no share; give 0 to 1")
+    if cfg.data.target_dtype not in ("float32", "bfloat16"):
+        raise ConfigError(
+            f"data.target_dtype={cfg.data.target_dtype!r} is not known; choose float32 or bfloat16"
+        )
     if cfg.optim.optimiser not in ("adamw", "muon"):
         raise ConfigError(
             f"optim.optimiser={cfg.optim.optimiser!r} is not known; choose adamw or muon"

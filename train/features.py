@@ -9,21 +9,43 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models.decoder import forward_full
 from jetspec_jax.typing import Array, Params
 
 
-def feature_function(
-    params: Params, cfg: ModelConfig, layer_ids: tuple[int, ...]
-) -> Callable[[Any], tuple[Array, Array]]:
+def features_of(
+    params: Params,
+    tokens: Array,
+    *,
+    cfg: ModelConfig,
+    layer_ids: tuple[int, ...],
+    mesh: Mesh | None = None,
+) -> tuple[Array, Array]:
     """tokens [B, T] int32 (right padded) -> taps [B, T, n, H], final [B, T, H], both bfloat16 as in
-    the shards."""
+    the shards. With a mesh, its devices share the sequences along axis "data"."""
 
-    @functools.partial(jax.jit, static_argnames=("ids",))
-    def run(params: Params, tokens: Array, ids: tuple[int, ...]) -> tuple[Array, Array]:
-        out = forward_full(params, cfg, tokens, taps=ids)
+    def local(params: Params, tokens: Array) -> tuple[Array, Array]:
+        out = forward_full(params, cfg, tokens, taps=layer_ids)
         return jnp.asarray(out.taps).astype(jnp.bfloat16), out.hidden.astype(jnp.bfloat16)
 
-    return lambda tokens: run(params, jnp.asarray(tokens), layer_ids)
+    if mesh is None:
+        return local(params, tokens)
+    run = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec("data")),
+        out_specs=PartitionSpec("data"),
+        check_vma=False,
+    )
+    return run(params, tokens)
+
+
+def feature_function(
+    params: Params, cfg: ModelConfig, layer_ids: tuple[int, ...], mesh: Mesh | None = None
+) -> Callable[[Any], tuple[Array, Array]]:
+    """`features_of` compiled, for these parameters."""
+    run = jax.jit(functools.partial(features_of, cfg=cfg, layer_ids=layer_ids, mesh=mesh))
+    return lambda tokens: run(params, jnp.asarray(tokens))

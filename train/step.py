@@ -73,7 +73,13 @@ def compute_params(cfg: DraftConfig, params: Params, dtype: Any) -> Params:
 
 
 def block_hidden(
-    params: Params, cfg: DraftConfig, frozen: Frozen, batch: Batch, dtype: Any
+    params: Params,
+    cfg: DraftConfig,
+    frozen: Frozen,
+    batch: Batch,
+    dtype: Any,
+    *,
+    remat: bool = False,
 ) -> Array:
     """Hidden states of all blocks, [B, A, D, H], by the functions that serve."""
     wrapped = compute_params(cfg, params, dtype)
@@ -94,6 +100,7 @@ def block_hidden(
         tuple(k for k, _ in kv),
         tuple(v for _, v in kv),
         visible,
+        remat=remat,
     )
 
 
@@ -243,10 +250,17 @@ _chunked_loss.defvjp(_chunked_fwd, _chunked_bwd)
 
 
 def objective(
-    params: Params, cfg: DraftConfig, loss: LossConfig, frozen: Frozen, batch: Batch, dtype: Any
+    params: Params,
+    cfg: DraftConfig,
+    loss: LossConfig,
+    frozen: Frozen,
+    batch: Batch,
+    dtype: Any,
+    *,
+    remat: bool = False,
 ) -> tuple[Array, LossParts]:
     """Mean loss over supervised slots, and the summed parts."""
-    hidden = block_hidden(params, cfg, frozen, batch, dtype)
+    hidden = block_hidden(params, cfg, frozen, batch, dtype, remat=remat)
     label, inside, parent, row = slot_targets(cfg, frozen, batch)
     blocks = hidden.shape[0] * hidden.shape[1]
     flat_rows = row.reshape(row.shape[0], -1)
@@ -285,12 +299,14 @@ def gradients(
     cfg: DraftConfig,
     loss: LossConfig,
     dtype: Any,
+    remat: bool = False,
     accumulate: int = 1,
     mesh: Mesh | None = None,
 ) -> tuple[Params, LossParts]:
     """Gradient of the mean loss over the whole batch, and the summed parts.
 
     Args:
+        remat: recompute the layers in the backward pass.
         accumulate: parts the sequences of a device are cut into, one after the other, so that only
             one part's activations are in memory. B must be a multiple of accumulate times devices.
         mesh: devices that share the batch along axis "data" (parameters on each); None: one device.
@@ -298,7 +314,8 @@ def gradients(
     Every slot weighs the same wherever it is computed: parts are summed, and divided by the count
     of all of them.
     """
-    grad = jax.grad(functools.partial(objective, cfg=cfg, loss=loss, dtype=dtype), has_aux=True)
+    scalar = functools.partial(objective, cfg=cfg, loss=loss, dtype=dtype, remat=remat)
+    grad = jax.grad(scalar, has_aux=True)
 
     def summed(params: Params, frozen: Frozen, batch: Batch) -> tuple[Params, LossParts]:
         grads, parts = grad(params, frozen=frozen, batch=batch)
@@ -342,6 +359,7 @@ def train_step(
     optimiser: optax.GradientTransformation,
     ema_decay: float,
     dtype: Any,
+    remat: bool = False,
     accumulate: int = 1,
     mesh: Mesh | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
@@ -353,6 +371,7 @@ def train_step(
         cfg=cfg,
         loss=loss,
         dtype=dtype,
+        remat=remat,
         accumulate=accumulate,
         mesh=mesh,
     )

@@ -110,13 +110,15 @@ class Trainer:
         self.target = source.config()
         self.head = draft_config(cfg, self.target, self.data.target_layer_ids)
         self.say(f"target {source.path}")
-        target_params = load_params(source, decoder.declare(self.target))
+        target_dtype = jnp.dtype(cfg.data.target_dtype)
+        target_params = load_params(source, decoder.declare(self.target), target_dtype)
         self.id_map = id_map_for(cfg, self.target, self.data)
         self.frozen = frozen_of(target_params, self.target.vocab_size, self.id_map, self.dtype)
         params = first_params(cfg, self.head, self.target, target_params, self.id_map)
         needs = any(s.taps is None or s.final is None for s in self.data.train + self.data.held_out)
+        self.mesh = device_mesh(cfg)
         self.features = (
-            feature_function(target_params, self.target, self.head.target_layer_ids)
+            feature_function(target_params, self.target, self.head.target_layer_ids, self.mesh)
             if needs
             else None
         )
@@ -127,7 +129,6 @@ class Trainer:
         )
         self.optimiser = optimiser_of(cfg.optim)
         self.state = first_state(params, self.optimiser, cfg.optim.ema)
-        self.mesh = device_mesh(cfg)
         self.step_fn = jax.jit(
             functools.partial(
                 train_step,
@@ -136,6 +137,7 @@ class Trainer:
                 optimiser=self.optimiser,
                 ema_decay=cfg.optim.ema,
                 dtype=self.dtype,
+                remat=cfg.optim.remat,
                 accumulate=cfg.optim.accumulate,
                 mesh=self.mesh,
             ),
@@ -188,12 +190,13 @@ class Trainer:
         checkpoint.save(self.out, self.state, meta, self.cfg.run.keep)
 
     def shipped_params(self) -> Params:
-        """What is evaluated and exported, on one device: the averaged weights where there are
-        any."""
-        params = self.state.params if self.state.ema is None else self.state.ema
+        """What is evaluated and exported: the averaged weights where there are any."""
+        return self._on_one_device(self.state.params if self.state.ema is None else self.state.ema)
+
+    def _on_one_device(self, tree: Any) -> Any:
         # Evaluation is a program of one device: sharded over several, XLA's partitioner does not
         # survive the barrier in `candidates` (jaxlib 0.11.2).
-        return params if self.mesh is None else jax.device_put(params, self.mesh.devices.flat[0])
+        return tree if self.mesh is None else jax.device_put(tree, self.mesh.devices.flat[0])
 
     # ---- evaluation ----
 
@@ -204,7 +207,7 @@ class Trainer:
         result: dict[str, Any] = evaluate(
             self.evaluator,
             self.shipped_params(),
-            map(self.to_batch, batches),
+            (self._on_one_device(self.to_batch(arrays)) for arrays in batches),
             self.frozen,
             self.id_map,
         ) | {"step": int(self.state.step)}

@@ -134,6 +134,7 @@ def draft_block(
     ctx_visible: Array,
     *,
     chunk: int = 256,
+    remat: bool = False,
 ) -> Array:
     """Forward of A blocks a sequence, each blind to the others.
 
@@ -147,6 +148,7 @@ def draft_block(
             anchor a sequence and lengths, only the live part of the cache is read (S must then be a
             multiple of `chunk`).
         chunk: context rows per loop turn of that form.
+        remat: recompute each layer in the backward pass instead of keeping its activations.
 
     Returns:
         [B, A, D, H] after the final norm: the predicting slots in depth order. Depth d predicts the
@@ -162,19 +164,24 @@ def draft_block(
     if lengths and not streaming:
         rows = jnp.arange(ctx_k[0].shape[2], dtype=jnp.int32)
         ctx_visible = rows[None, None] < ctx_visible[..., None]
-    x = block_embeds
-    for i, p in enumerate(params["layers"]):
+
+    def layer(p: PyTree, x: Array, past_k: Array, past_v: Array) -> Array:
         h = rms_norm(x, p["input_norm"], cfg.rms_eps)
         q = linear(h, p["q"]).reshape(batch, anchors, slots, cfg.num_heads, cfg.head_dim)
         q = rotate(rms_norm(q, p["q_norm"], cfg.rms_eps), cos, sin)
         k, v = _keys_values(p, cfg, h, cos, sin)  # [B, A, bs, K, h]
         if streaming:
-            out = _stream(q, ctx_k[i], ctx_v[i], ctx_visible[:, 0], k, v, triangle, cfg, chunk)
+            out = _stream(q, past_k, past_v, ctx_visible[:, 0], k, v, triangle, cfg, chunk)
         else:
-            out = _dense(q, ctx_k[i], ctx_v[i], ctx_visible, k, v, triangle, cfg)
+            out = _dense(q, past_k, past_v, ctx_visible, k, v, triangle, cfg)
         x = x + linear(out.astype(x.dtype), p["o"])
         h = rms_norm(x, p["post_norm"], cfg.rms_eps)
-        x = x + swiglu(h, p["gate_up"], p["down"])
+        return x + swiglu(h, p["gate_up"], p["down"])
+
+    step = jax.checkpoint(layer) if remat else layer
+    x = block_embeds
+    for i, p in enumerate(params["layers"]):
+        x = step(p, x, ctx_k[i], ctx_v[i])
     return depth_slots(cfg, rms_norm(x, params["norm"], cfg.rms_eps))
 
 

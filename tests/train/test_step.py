@@ -28,6 +28,7 @@ from train.step import (
     Batch,
     Frozen,
     block_hidden,
+    gradients,
     objective,
     slot_targets,
     train_step,
@@ -236,6 +237,11 @@ def test_chunked_gradient_equals_plain_gradient(path_head: str) -> None:
     plain_value, plain = plain_fn(params, cfg, LOSS, frozen, batch)
     (value, _), grads = objective_grad(params, cfg, LOSS, frozen, batch)
     np.testing.assert_allclose(value, plain_value, rtol=1e-5)
+    again, _ = jax.jit(
+        functools.partial(gradients, cfg=cfg, loss=LOSS, dtype=jnp.float32, remat=True)
+    )(params, frozen, batch)
+    for name, want in flatten(grads).items():
+        np.testing.assert_allclose(flatten(again)[name], want, rtol=1e-4, atol=1e-6, err_msg=name)
     for name, want in flatten(plain).items():
         assert np.abs(np.asarray(want)).max() > 0, name  # every weight is trained
         np.testing.assert_allclose(flatten(grads)[name], want, rtol=2e-4, atol=2e-6, err_msg=name)

@@ -1,0 +1,106 @@
+"""GPUs that are not there: compile for them on a machine without one.
+
+XLA's GPU compiler needs a description of the device, not the device. With NVIDIA's compiler
+packages installed (requirements/gpu-compile.txt, no driver), `topology` gives devices to shard
+over, and a jitted function lowered for "cuda" compiles to machine code of that GPU: the proof that
+it fits, not that it is fast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+
+class GpuToolsError(RuntimeError):
+    """The packages that compile for a GPU are not installed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuTarget:
+    """Published facts of a GPU (data sheet values).
+
+    Attributes:
+        name: device kind as JAX reports it.
+        cores: streaming multiprocessors.
+        memory, bandwidth: bytes, bytes a second.
+        bf16_flops: dense tensor-core operations a second.
+    """
+
+    name: str
+    cores: int
+    memory: int
+    bandwidth: float
+    bf16_flops: float
+
+
+TARGETS = {
+    "h100": GpuTarget("NVIDIA H100 80GB HBM3", 132, 84_942_979_072, 3.352e12, 989e12),
+    "h200": GpuTarget("NVIDIA H200", 132, 150_754_820_096, 4.8e12, 989e12),
+}
+_REMEDY = "install them with `uv pip install --no-deps -r requirements/gpu-compile.txt`"
+
+
+def config_text(target: GpuTarget, toolkit: str = "13.0.0") -> str:
+    """GpuTargetConfigProto of a Hopper GPU in text form."""
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024  threads_per_warp: 32
+  shared_memory_per_block: 49152  shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048  core_count: {target.cores}  fpus_per_core: 128
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  memory_bandwidth: {target.bandwidth:.0f}  l2_cache_size: 52428800  clock_rate_ghz: 1.98
+  device_memory_size: {target.memory}
+  cuda_compute_capability {{ major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }}
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64
+  device_vendor: "NVIDIA Corporation"  name: "{target.name}"
+  platform_version: "Compute Capability 9.0a"  device_address_bits: 64  ecc_enabled: true
+  driver_version: "{toolkit}"  runtime_version: "{toolkit}"
+  compile_time_toolkit_version: "{toolkit}"  dnn_version: "9.12.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 12 patch: 0 }}
+device_description_str: "{target.name}"
+"""
+
+
+def _find_tools() -> None:
+    """Puts ptxas on PATH.
+
+    Raises:
+        GpuToolsError: the plugin or ptxas is missing.
+    """
+    if importlib.util.find_spec("jax_plugins") is None or not importlib.util.find_spec(
+        "jax_plugins.xla_cuda13"
+    ):
+        raise GpuToolsError(f"JAX's CUDA compiler (jax-cuda13-plugin) is not installed; {_REMEDY}")
+    if shutil.which("ptxas"):
+        return
+    spec = importlib.util.find_spec("nvidia")
+    for root in spec.submodule_search_locations or () if spec else ():
+        folder = Path(root) / "cu13" / "bin"
+        if (folder / "ptxas").is_file():
+            os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
+            return
+    raise GpuToolsError(f"ptxas is not on PATH and nvidia-cuda-nvcc is not installed; {_REMEDY}")
+
+
+def topology(target: GpuTarget, devices: int = 1) -> Any:
+    """Description of one host with `devices` of these GPUs, for `jax.sharding.Mesh` and
+    ahead-of-time compilation.
+
+    Raises:
+        GpuToolsError: the packages that compile for a GPU are missing.
+    """
+    _find_tools()
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=config_text(target), topology=f"1x1x{devices}"
+    )
