@@ -32,6 +32,7 @@ from jetspec_jax.errors import ConfigError, JetSpecError
 from jetspec_jax.models import decoder
 from jetspec_jax.numerics import dot
 from jetspec_jax.tree import accept, build_tree, prune
+from jetspec_jax.tree.topology import Tree
 from jetspec_jax.typing import Array, Params
 from jetspec_jax.weights import bundled_model_path, load_params, open_source
 from train.config import DataConfig
@@ -91,18 +92,23 @@ def simulate_round(
         budgets: ascending tree sizes, root included.
     """
     cands = candidates(params, cfg, logits, anchor, id_map, width, gate=gate, normaliser=normaliser)
-    tree = build_tree(
-        cands,
-        anchor,
-        builder=builder,
-        budget=budgets[-1],
-        max_depth=cfg.depth,
-        spec=SpecConfig(width=width),
-    )
     after = jnp.concatenate([labels, jnp.full((1,), -2, jnp.int32)])
+
+    def grow(budget: int) -> Tree:
+        return build_tree(
+            cands,
+            anchor,
+            builder=builder,
+            budget=budget,
+            max_depth=cfg.depth,
+            spec=SpecConfig(width=width),
+        )
+
+    tree = grow(budgets[-1])
     out = []
     for budget in budgets[:-1]:
-        cut = prune(tree, budget)
+        # only the exact tree holds all smaller ones as its first nodes
+        cut = prune(tree, budget) if builder == "exact" else grow(budget)
         out.append(accept(cut, after[cut.depth], depth=cfg.depth).accepted)
     walk = accept(tree, after[tree.depth], depth=cfg.depth)
     out.append(walk.accepted)
@@ -111,7 +117,7 @@ def simulate_round(
     drafted = tree.valid & (tree.depth > 0)
     chance = jnp.where(drafted, jnp.exp(tree.score), 0.0)
     bins = jnp.clip((chance * BINS).astype(jnp.int32), 0, BINS - 1)
-    member = (bins[:, None] == jnp.arange(BINS, dtype=jnp.int32)) & drafted[:, None]
+    member = (bins[:, None] == jnp.arange(BINS, dtype=jnp.int32)[None]) & drafted[:, None]
     return {
         "accepted": jnp.stack(out),
         "rank": jnp.where(level <= walk.accepted, tree.rank[walk.path[1:]], -1),

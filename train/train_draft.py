@@ -25,7 +25,14 @@ from jetspec_jax.typing import Params
 from jetspec_jax.weights import bundled_model_path, load_params, open_source
 from train import checkpoint
 from train.config import TrainConfig, load_config, to_json
-from train.data import coverage, held_out_batches, is_for_evaluation, load_dataset, train_batch
+from train.data import (
+    Dataset,
+    coverage,
+    held_out_batches,
+    is_for_evaluation,
+    load_dataset,
+    train_batch,
+)
 from train.evaluate import evaluate, make_evaluator
 from train.export import export_head
 from train.features import feature_function
@@ -86,10 +93,15 @@ class Trainer:
         cfg: training configuration.
         command: recorded in provenance.json.
         say: progress messages (stderr by default).
+        data: what `cfg.data` would load, where it is loaded already.
     """
 
     def __init__(
-        self, cfg: TrainConfig, command: str = "", say: Callable[[str], None] | None = None
+        self,
+        cfg: TrainConfig,
+        command: str = "",
+        say: Callable[[str], None] | None = None,
+        data: Dataset | None = None,
     ) -> None:
         self.cfg, self.command = cfg, command
         self.say = say or (lambda text: print(text, file=sys.stderr, flush=True))
@@ -100,7 +112,7 @@ class Trainer:
                 f"data.path={cfg.data.path} answers evaluation prompts and must not be trained on; "
                 "give another folder"
             )
-        self.data = load_dataset(cfg.data)
+        self.data = load_dataset(cfg.data) if data is None else data
         self.say(
             f"data {cfg.data.path}: {len(self.data.train)} sequences, "
             f"{self.data.answer_tokens} answer tokens, "
@@ -193,6 +205,10 @@ class Trainer:
         """What is evaluated and exported: the averaged weights where there are any."""
         return self._on_one_device(self.state.params if self.state.ema is None else self.state.ema)
 
+    def evaluation_batch(self, arrays: dict[str, np.ndarray]) -> Batch:
+        """`to_batch` where evaluation runs."""
+        return self._on_one_device(self.to_batch(arrays))
+
     def _on_one_device(self, tree: Any) -> Any:
         # Evaluation is a program of one device: sharded over several, XLA's partitioner does not
         # survive the barrier in `candidates` (jaxlib 0.11.2).
@@ -207,7 +223,7 @@ class Trainer:
         result: dict[str, Any] = evaluate(
             self.evaluator,
             self.shipped_params(),
-            (self._on_one_device(self.to_batch(arrays)) for arrays in batches),
+            map(self.evaluation_batch, batches),
             self.frozen,
             self.id_map,
         ) | {"step": int(self.state.step)}
