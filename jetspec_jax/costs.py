@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from jetspec_jax.session import Session
 
 _VERSION = 5  # of the file; raise it when rounds change in cost
-_PROMPT = 256  # tokens in the cache while measuring: attention is part of what a node costs
+# Tokens in the cache while measuring, where the capacity allows: attention is part of what a node
+# costs.
+_PROMPT, _LEAST_PROMPT = 256, 64
 _ROUNDS, _TURNS = 2, 6
 _LONG_S = 0.1  # rounds this long are timed one at a time
 _NEVER = 1e9
@@ -51,15 +53,19 @@ def measure(llm: LLM, plan: RoundPlan, batch: int) -> dict[str, Any]:
 
     Each budget is forced through the cost table itself, in the program that will run. All are timed
     in turns, so that another process that slows the machine for a while slows all of them, and the
-    minimum over the turns is taken. Powers of two and the largest budget are timed, what lies
-    between is interpolated. A budget that costs more plain steps than it can commit tokens never
-    pays: neither it nor a larger one is timed (`_NEVER`).
+    minimum over the turns is taken. One sequence times every budget (kernels have steps of their
+    own, such as groups of 8 rows); a batch, whose rounds are longer, times powers of two and the
+    largest, and what lies between is interpolated. A budget that costs more plain steps than it can
+    commit tokens never pays: neither it nor a larger one is timed (`_NEVER`).
     """
     count = len(plan.budgets)
-    indices = [i for i, n in enumerate(plan.budgets) if not n & (n - 1) or i + 1 == count]
+    indices = [
+        i for i, n in enumerate(plan.budgets) if batch == 1 or not n & (n - 1) or i + 1 == count
+    ]
+    tokens = _prompt_tokens(llm.capacity)
     with llm.session(plan, batch, unmeasured(plan)) as session:
         session.compile(details=False)
-        prompt = [int(i) for i in np.arange(_PROMPT) % llm.model_config.vocab_size]
+        prompt = [int(i) for i in np.arange(tokens) % llm.model_config.vocab_size]
         limit = llm.capacity
         sampling = SamplingParams(temperature=1.0 if plan.sampled else 0.0)
         for slot in range(batch):
@@ -67,9 +73,10 @@ def measure(llm: LLM, plan: RoundPlan, batch: int) -> dict[str, Any]:
         plain, timed = float("inf"), dict.fromkeys(indices, float("inf"))
         for turn in range(1 + _TURNS):
             rounds = 1 if turn == 0 or plain > _LONG_S else _ROUNDS  # the first turn warms up
-            plain = min(plain, _time(session, _forced(0, count), rounds, pause=True))
+            plain = min(plain, _time(session, _forced(0, count), rounds, tokens, pause=True))
             for i in list(timed):
-                timed[i] = min(timed[i], _time(session, _forced(i, count), rounds, pause=False))
+                spent = _time(session, _forced(i, count), rounds, tokens, pause=False)
+                timed[i] = min(timed[i], spent)
                 if timed[i] > plain * (plan.depth + 1) + timed[0]:
                     timed = {j: t for j, t in timed.items() if j <= i}
                     break
@@ -87,18 +94,22 @@ def measure(llm: LLM, plan: RoundPlan, batch: int) -> dict[str, Any]:
     }
 
 
+def _prompt_tokens(capacity: int) -> int:
+    return max(_LEAST_PROMPT, min(_PROMPT, capacity // 4))
+
+
 def _forced(index: int, count: int) -> Costs:
     verify = jnp.where(jnp.arange(count) == index, 1.0, _NEVER).astype(jnp.float32)
     return Costs(verify, jnp.zeros((), jnp.float32))
 
 
-def _time(session: Session, table: Costs, rounds: int, *, pause: bool) -> float:
+def _time(session: Session, table: Costs, rounds: int, tokens: int, *, pause: bool) -> float:
     """Seconds of a round under a forced budget, from the same context length every time."""
     session.params = dataclasses.replace(session.params, costs=table)
     control = fresh_control()
     if pause:
         control = dataclasses.replace(control, cooldown=jnp.asarray(1_000, jnp.int32))
-    committed = jnp.full_like(session.state.committed, _PROMPT)
+    committed = jnp.full_like(session.state.committed, tokens)
     session.state = dataclasses.replace(
         session.state, control=control, committed=committed, cached=committed - 1
     )
@@ -138,7 +149,7 @@ def load_or_measure(llm: LLM, plan: RoundPlan, batch: int, say: Callable[[str], 
     """The cost table of a plan on this device: from the user's cache folder, or measured now and
     kept there.
     """
-    if llm.capacity < 2 * _PROMPT + _ROUNDS * plan.path_rows:
+    if llm.capacity < 2 * _LEAST_PROMPT + _ROUNDS * plan.path_rows:
         return unmeasured(plan)
     key = hashlib.sha256(
         f"{_VERSION}|{_device_key()}|{batch}|{llm.engine}|{llm.weights}|{plan!r}".encode()
