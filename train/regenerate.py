@@ -39,11 +39,18 @@ from jetspec_jax.config import KERNELS, EngineConfig, ModelConfig, SamplingParam
 from jetspec_jax.drafter.checkpoint import default_layer_ids
 from jetspec_jax.errors import ConfigError, JetSpecError
 from jetspec_jax.loading import Target, load_target, resolve_kernels
-from jetspec_jax.models.decoder import Numerics, declare, forward_block, head_logits
+from jetspec_jax.models.decoder import (
+    Numerics,
+    declare,
+    forward_block,
+    forward_full,
+    head_logits,
+)
 from jetspec_jax.models.spec import flatten, nest
 from jetspec_jax.numerics import ComputeWeight
 from jetspec_jax.sampling import SamplingState, choose, greedy, sampling_state
 from jetspec_jax.typing import Array, Params
+from train import answers
 from train.prompts import prompts_from_file, training_prompts
 
 _CHUNK = 64  # rows of a prefill step, and the unit of cache lengths
@@ -366,6 +373,46 @@ class Regenerator:
         return ended
 
 
+def restore(
+    target: Target,
+    cfg: RegenConfig,
+    writer: ShardWriter,
+    pack: answers.Answers,
+    prompts: dict[str, dict[str, Any]],
+) -> int:
+    """Writes shards of the packed answers to `prompts` (by id), features computed by one forward of
+    the whole sequence; returns how many.
+
+    A prompt that the packages give no more, or that is longer than `cfg.max_prompt` by now, has no
+    sequence: its answer is left out and written anew, if it is asked for.
+    """
+
+    @jax.jit
+    def features(params: Params, tokens: Array) -> Array:
+        return _features(forward_full(params, target.config, tokens, taps=cfg.taps))
+
+    known: list[tuple[dict[str, Any], list[int], np.ndarray]] = []
+    for prompt_id, answer in zip(pack.ids, pack.tokens, strict=True):
+        if prompt_id in prompts and prompt_id not in writer.seen:
+            ids = target.tokenizer.chat(prompts[prompt_id]["messages"])
+            if 2 <= len(ids) <= cfg.max_prompt:
+                known.append((prompts[prompt_id], ids, answer))
+    known.sort(key=lambda item: len(item[1]) + len(item[2]))
+    for start in tqdm(range(0, len(known), cfg.group), unit="group", desc="restore", mininterval=5):
+        group = known[start : start + cfg.group]
+        longest = max(len(ids) + len(answer) for _, ids, answer in group)
+        tokens = np.zeros((cfg.group, -(-longest // _CHUNK) * _CHUNK), np.int32)
+        for row, (_, ids, answer) in enumerate(group):
+            tokens[row, : len(ids) + len(answer)] = [*ids, *answer.tolist()]
+        found = np.asarray(features(target.params, jnp.asarray(tokens)))
+        for row, (prompt, ids, answer) in enumerate(group):
+            whole = [*ids, *answer.tolist()]
+            rows = [found[row, : len(whole) - 1]]
+            writer.add(_Writing(prompt["id"], prompt["source"], whole, len(ids), rows))
+    writer.flush()
+    return len(known)
+
+
 def _encoded(
     prompts: list[dict[str, Any]], tokenizer: Any
 ) -> Iterator[tuple[dict[str, Any], list[int]]]:
@@ -432,6 +479,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     else:
         prompts = training_prompts(args.prompts, args.seed)
     todo = [p for p in prompts if p["id"] not in writer.seen]
+    if args.answers:
+        pack = answers.read(Path(args.answers))
+        answers.check(pack, meta, args.answers)
+        restored = restore(target, cfg, writer, pack, {p["id"]: p for p in todo})
+        todo = [p for p in todo if p["id"] not in writer.seen]
+        print(f"{restored} answers of {args.answers} restored", file=sys.stderr, flush=True)
     regen = Regenerator(target, cfg)
     stop_ids = set(target.config.eos_ids)
     stopping = []
@@ -496,6 +549,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="prompts may be those of evaluation suites; training refuses the folder",
     )
+    p.add_argument("--answers", help="pack of answers (train.answers) to start from")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--slots", type=int, default=32, help="sequences written at once")
     p.add_argument("--group", type=int, default=8, help="prompts prefilled together")

@@ -1,6 +1,8 @@
 """Regeneration: the target's own tokens and features, every prompt accounted for, resumable."""
 
+import dataclasses
 import json
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +10,11 @@ import pytest
 
 from jetspec_jax import EngineConfig, SamplingParams, SpecConfig
 from jetspec_jax.engine import LLM
+from jetspec_jax.errors import ConfigError, ModelFileError
 from jetspec_jax.models.decoder import Numerics, forward_full
 from jetspec_jax.testing import EOS, tiny_target
-from train.regenerate import RegenConfig, Regenerator, ShardWriter
+from train import answers
+from train.regenerate import RegenConfig, Regenerator, ShardWriter, restore
 
 TAPS, MAX_NEW = (0, 1), 24
 PROMPTS = ([72, 105, 33], [72, 105] + [40] * 70, [9, 8, 7, 6])  # one longer than a prefill chunk
@@ -79,3 +83,48 @@ def test_every_prompt_is_accounted_for_and_a_second_run_goes_on(tmp_path, writte
         assert data["tokens"][0, :length].tolist() == written[int(first)].ids
         assert data["taps"].shape[2:] == (len(TAPS), 32)
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_packed_answers_bring_the_same_shards_back(target, written, tmp_path) -> None:
+    """Tokens exactly, features up to bfloat16; another target's pack and a damaged one are
+    refused."""
+    meta = {"target": "tiny", "vocab_size": 259, "temperature": 0.0, "for_evaluation": False}
+    first = ShardWriter(tmp_path / "a", per_shard=8)
+    for i, seq in written.items():
+        first.add(dataclasses.replace(seq, prompt_id=f"{i:016d}"))
+    first.flush()
+    (tmp_path / "a" / "meta.json").write_text(json.dumps(meta))
+    assert answers.main(["--data", str(tmp_path / "a"), "--out", str(tmp_path / "p.npz")]) == 0
+    pack = answers.read(tmp_path / "p.npz")
+    answers.check(pack, meta, "p.npz")
+
+    class Told:  # the prompts' ids, whatever their text
+        def chat(self, messages: Any) -> list[int]:
+            return list(PROMPTS[int(messages[0]["content"])])
+
+    prompts = {
+        f"{i:016d}": {"id": f"{i:016d}", "source": "t", "messages": [{"content": str(i)}]}
+        for i in written
+    }
+    told = dataclasses.replace(target, tokenizer=Told())
+    cfg = RegenConfig(3, 2, 96, MAX_NEW, TAPS, Numerics(attention_chunk=128))
+    second = ShardWriter(tmp_path / "b", per_shard=8)
+    assert restore(told, cfg, second, pack, prompts) == len(PROMPTS)
+    assert restore(told, cfg, second, pack, prompts) == 0  # they are there already
+    shards = {}
+    for name in ("a", "b"):
+        entry = json.loads((tmp_path / name / "manifest.jsonl").read_text().splitlines()[0])
+        with np.load(tmp_path / name / entry["shard"]) as data:
+            for row, prompt_id in enumerate(entry["ids"]):
+                stop = int(data["length"][row])
+                bits = data["taps"][row, : stop - 1].astype(np.uint32) << 16
+                shards[name, prompt_id] = data["tokens"][row, :stop], bits.view(np.float32)
+    for i in prompts:
+        np.testing.assert_array_equal(shards["b", i][0], shards["a", i][0])
+        np.testing.assert_allclose(shards["b", i][1], shards["a", i][1], rtol=0.02, atol=0.02)
+
+    with pytest.raises(ConfigError, match="target 'tiny' \\(here 'other'\\)"):
+        answers.check(pack, meta | {"target": "other"}, "p.npz")
+    (tmp_path / "p.npz").write_bytes((tmp_path / "p.npz").read_bytes()[:-40])
+    with pytest.raises(ModelFileError, match="is no pack of answers"):
+        answers.read(tmp_path / "p.npz")
