@@ -2,10 +2,10 @@
 
     python -m train.answers --data .cache/regen/smollm2 --out train/assets/smollm2_135m_answers.npz
 
-Features are thousands of times larger than the tokens they belong to, and one forward brings them back:
-`train.regenerate --answers FILE` fills a data folder from a pack before it writes new answers. A
-pack holds ids of prompts and tokens of answers, no prompt text: prompts are drawn again from the
-same packages.
+Features are thousands of times larger than the tokens they belong to, and one forward brings them
+back: `train.regenerate --answers FILE` fills a data folder from a pack before it writes new
+answers. A pack holds ids of prompts and tokens of answers, no prompt text: prompts are drawn again
+from the same packages.
 """
 
 from __future__ import annotations
