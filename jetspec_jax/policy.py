@@ -20,8 +20,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # rounds
 # Running gain, in plain steps saved per drafted round: it remembers about ten rounds, since nearly
 # half of the rounds of a drafter that pays accept nothing. A sequence starts with some credit, and
 # has less after a pause, when one good round must speak for more.
-_DECAY, FIRST_CREDIT, LATER_CREDIT = 0.9, 0.3, 0.03
-_TRUST_DECAY, _TRUST_RANGE = 0.95, (0.5, 2.0)
+_DECAY, FIRST_CREDIT, LATER_CREDIT = 0.9, 0.15, 0.03
+_TRUST_DECAY, _TRUST_RANGE = 0.9, (0.25, 2.0)
 
 
 @flax.struct.dataclass
