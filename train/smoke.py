@@ -123,8 +123,8 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m train.smoke", description=(__doc__ or "").splitlines()[0]
     )
     p.add_argument("--out", help="folder to keep (default: a temporary one)")
-    p.add_argument("--prompts", type=int, default=16)
-    p.add_argument("--steps", type=int, default=120)
+    p.add_argument("--prompts", type=int, default=12)
+    p.add_argument("--steps", type=int, default=100)
     args = p.parse_args(argv)
     out = Path(args.out or tempfile.mkdtemp(prefix="jetspec-smoke-"))
     try:
