@@ -26,6 +26,8 @@ from train.data import Dataset, held_out_batches, load_dataset
 from train.evaluate import BUDGETS, evaluate, make_evaluator
 from train.train_draft import Trainer
 
+BUILDERS = ("exact", "chain", "accum_logp")  # those that need no settings of their own
+
 
 def parse_variants(texts: Sequence[str]) -> dict[str, list[str]]:
     """{"name": overrides} of "name:key=value key=value" words; no overrides: the configuration
@@ -112,6 +114,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Trains what `out` does not hold yet, then writes the report."""
     variants = parse_variants(args.variant or ["base:"])
     builders = args.builders.split(",")
+    unknown = [b for b in builders if b not in BUILDERS]
+    if unknown:
+        raise ConfigError(
+            f"--builders {args.builders}: {unknown[0]!r} is not known; choose from "
+            f"{', '.join(BUILDERS)}"
+        )
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     file = out / "ablation.json"

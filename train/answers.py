@@ -99,10 +99,15 @@ def read(path: Path) -> Answers:
             raise ValueError("its lengths do not add up")
     except Exception as err:
         raise ModelFileError(
-            f"{path}: is no pack of answers ({str(err)[:100]}); make one with `python -m "
-            "train.answers`"
+            f"{path}: is no pack of answers ({_why(err)}); make one with `python -m train.answers`"
         ) from err
     return Answers(ids, tuple(np.split(flat, np.cumsum(length)[:-1])) if ids else (), meta)
+
+
+def _why(err: Exception) -> str:
+    # what NumPy says of other files is about pickles, and no advice to follow
+    known = (OSError, KeyError)
+    return str(err)[:100] if isinstance(err, known) or "add up" in str(err) else "another format"
 
 
 def check(answers: Answers, meta: dict[str, Any], path: str) -> None:

@@ -288,6 +288,11 @@ def plot_calibration(result: dict[str, Any], path: Path) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Evaluates a head on a data folder."""
+    for name in ("limit", "anchors", "sequences"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} {getattr(args, name)} is too small; give at least 1")
+    if not 0 < args.held_out < 1:
+        raise ConfigError(f"--held-out {args.held_out} is no share; give a number between 0 and 1")
     source = open_source(args.model or bundled_model_path())
     target = source.config()
     head = load_draft(args.draft, target)

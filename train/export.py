@@ -161,9 +161,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         source = Path(args.run) / args.which
         if not (source / "model.safetensors").is_file():
-            raise ModelFileError(
-                f"{source}: holds no exported head; train first, or give --which last"
-            )
+            what = "holds no exported head" if Path(args.run).is_dir() else "no such run folder"
+            raise ModelFileError(f"{source}: {what}; train first, or give --which last")
         files = {
             name: (source / name).read_bytes()
             for name in ("model.safetensors", "config.json", "provenance.json")

@@ -422,8 +422,34 @@ def _encoded(
         yield from sorted(pairs, key=lambda pair: len(pair[1]))
 
 
+def check_args(args: argparse.Namespace) -> None:
+    """Refuses what cannot work, before anything is loaded or written.
+
+    Raises:
+        ConfigError: names the flag, its value and what fits.
+    """
+    least = {"slots": 1, "group": 1, "max_prompt": 2, "max_new": 1, "num_taps": 1, "prompts": 1}
+    for name, low in least.items():
+        value = getattr(args, name)
+        if value < low:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} {value} is too small; give at least {low}")
+    if not args.max_seconds > 0:
+        raise ConfigError(f"--max-seconds {args.max_seconds} is no time; give seconds above 0")
+    SamplingParams(temperature=args.temperature)
+    if args.for_evaluation and not args.prompts_file:
+        raise ConfigError("--for-evaluation needs --prompts-file; the built-in prompts train")
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Regenerates until the prompts or the time are used up; returns the accounting."""
+    check_args(args)
+    pack = answers.read(Path(args.answers)) if args.answers else None
+    given = (
+        prompts_from_file(args.prompts_file, evaluation=args.for_evaluation)
+        if args.prompts_file
+        else None
+    )
     engine = EngineConfig(kernels=args.kernels)
     native = resolve_kernels(engine) == "cpu"
     if args.precision != "float32":
@@ -437,6 +463,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if args.taps
         else default_layer_ids(args.num_taps, target.config.num_layers)
     )
+    layers = target.config.num_layers
+    if not all(0 <= i < layers for i in taps):
+        raise ConfigError(f"--taps {list(taps)}: the target has layers 0 to {layers - 1}")
     cfg = RegenConfig(
         args.slots,
         min(args.group, args.slots),
@@ -470,18 +499,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             raise ConfigError(
                 f"{args.out} was made with another {', '.join(changed)}; use another --out"
             )
+    if pack is not None:
+        answers.check(pack, meta, args.answers)
     meta_path.write_text(json.dumps(meta, indent=1))
 
-    if args.prompts_file:
-        prompts = prompts_from_file(args.prompts_file, evaluation=args.for_evaluation)
-    elif args.for_evaluation:
-        raise ConfigError("--for-evaluation needs --prompts-file; the built-in prompts train")
-    else:
-        prompts = training_prompts(args.prompts, args.seed)
+    prompts = training_prompts(args.prompts, args.seed) if given is None else given
     todo = [p for p in prompts if p["id"] not in writer.seen]
-    if args.answers:
-        pack = answers.read(Path(args.answers))
-        answers.check(pack, meta, args.answers)
+    if pack is not None:
         restored = restore(target, cfg, writer, pack, {p["id"]: p for p in todo})
         todo = [p for p in todo if p["id"] not in writer.seen]
         print(f"{restored} answers of {args.answers} restored", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ from jetspec_jax.errors import ConfigError, ModelFileError
 from jetspec_jax.models.decoder import Numerics, forward_full
 from jetspec_jax.testing import EOS, tiny_target
 from train import answers
-from train.regenerate import RegenConfig, Regenerator, ShardWriter, restore
+from train.regenerate import RegenConfig, Regenerator, ShardWriter, main, restore
 
 TAPS, MAX_NEW = (0, 1), 24
 PROMPTS = ([72, 105, 33], [72, 105] + [40] * 70, [9, 8, 7, 6])  # one longer than a prefill chunk
@@ -128,3 +128,21 @@ def test_packed_answers_bring_the_same_shards_back(target, written, tmp_path) ->
     (tmp_path / "p.npz").write_bytes((tmp_path / "p.npz").read_bytes()[:-40])
     with pytest.raises(ModelFileError, match="is no pack of answers"):
         answers.read(tmp_path / "p.npz")
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--slots", "0"], "--slots 0"),
+        (["--max-new", "0"], "--max-new 0"),
+        (["--max-seconds", "-1"], "--max-seconds -1"),
+        (["--temperature", "nan"], "temperature"),
+        (["--for-evaluation"], "--prompts-file"),
+        (["--answers", __file__], "is no pack of answers"),
+    ],
+)
+def test_bad_flags_are_one_line_and_leave_nothing(tmp_path, capsys, words, said) -> None:
+    assert main(["--out", str(tmp_path / "out"), *words]) in (1, 2)
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
