@@ -39,6 +39,10 @@ def _abstract(decl: Declaration, dtype: Any) -> Any:
     return nest({name: jax.ShapeDtypeStruct(w.shape, dtype) for name, w in decl.items()})
 
 
+def _array(shape: tuple[int, ...], dtype: Any) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
 def _placed(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
     sharding = NamedSharding(mesh, spec)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
@@ -52,7 +56,7 @@ def _compile(fn: Any, args: tuple[Any, ...], donate: tuple[int, ...] = ()) -> di
     """Bytes a device of the compiled program, and how long compiling took."""
     started = time.monotonic()
     lowered = jax.jit(fn, donate_argnums=donate).trace(*args).lower(lowering_platforms=("cuda",))
-    memory = lowered.compile().memory_analysis()
+    memory: Any = lowered.compile().memory_analysis()
     return {
         "arguments": memory.argument_size_in_bytes,
         "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
@@ -110,7 +114,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     weights = _abstract(decoder.declare(model), jnp.bfloat16)
     size, rows, width = cfg.data.sequences, cfg.data.max_tokens, model.hidden_size
-    tokens = jax.ShapeDtypeStruct((size, rows), jnp.int32)
+    tokens = _array((size, rows), jnp.int32)
     forward = functools.partial(features_of, cfg=model, layer_ids=head.target_layer_ids, mesh=mesh)
     features = _compile(forward, (_placed(weights, mesh, every), _placed(tokens, mesh, shared)))
 
@@ -118,18 +122,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     params = _abstract(declare_head(head), jnp.float32)
     state = jax.eval_shape(lambda p: first_state(p, optimiser, cfg.optim.ema), params)
     frozen = Frozen(
-        embed=jax.ShapeDtypeStruct((model.vocab_size, width), dtype),
-        head=jax.ShapeDtypeStruct((head.head_vocab_size, width), dtype),
-        draft_of=jax.ShapeDtypeStruct((model.vocab_size,), jnp.int32),
+        embed=_array((model.vocab_size, width), dtype),
+        head=_array((head.head_vocab_size, width), dtype),
+        draft_of=_array((model.vocab_size,), jnp.int32),
     )
     taps = len(head.target_layer_ids)
     batch = Batch(
         tokens=tokens,
-        length=jax.ShapeDtypeStruct((size,), jnp.int32),
-        taps=jax.ShapeDtypeStruct((size, rows, taps, width), jnp.bfloat16),
-        final=jax.ShapeDtypeStruct((size, rows, width), jnp.bfloat16),
-        anchors=jax.ShapeDtypeStruct((size, cfg.data.anchors), jnp.int32),
-        valid=jax.ShapeDtypeStruct((size, cfg.data.anchors), jnp.bool_),
+        length=_array((size,), jnp.int32),
+        taps=_array((size, rows, taps, width), jnp.bfloat16),
+        final=_array((size, rows, width), jnp.bfloat16),
+        anchors=_array((size, cfg.data.anchors), jnp.int32),
+        valid=_array((size, cfg.data.anchors), jnp.bool_),
     )
     step = functools.partial(
         train_step,

@@ -189,7 +189,7 @@ def first_params(
     return nest(flat)
 
 
-def _muon_axes(params: Params) -> PyTree:
+def _muon_axes(params: Params) -> Any:
     """Which weights Muon takes: every [out, in] matrix but the path head's tables, whose rows are
     tokens that most steps do not touch."""
     axes = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
