@@ -189,7 +189,7 @@ def first_params(
     return nest(flat)
 
 
-def _muon_axes(params: Params) -> Any:
+def _muon_axes(params: Params) -> PyTree:
     """Which weights Muon takes: every [out, in] matrix but the path head's tables, whose rows are
     tokens that most steps do not touch."""
     axes = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
@@ -215,6 +215,7 @@ def optimiser_of(cfg: OptimConfig) -> optax.GradientTransformation:
         return jax.tree.map(lambda p: p.ndim > 1, params)
 
     if cfg.optimiser == "muon":
+        axes: Any = _muon_axes  # a function is allowed, optax's types do not say so
         rule = optax.contrib.muon(
             schedule,
             beta=cfg.beta2,
@@ -224,7 +225,7 @@ def optimiser_of(cfg: OptimConfig) -> optax.GradientTransformation:
             adam_b1=cfg.beta1,
             adam_b2=cfg.beta2,
             adam_weight_decay=cfg.weight_decay,
-            muon_weight_dimension_numbers=_muon_axes,
+            muon_weight_dimension_numbers=axes,
             consistent_rms=0.2,
         )
     else:
