@@ -4,10 +4,13 @@
 
 Decodes every prompt plainly and by trees and compares, position by position, the whole row of
 logits that chose each token: all 32 bits of all of them. Over the prompts every tree builder meets
-every budget, a pair a prompt in turn. Also tells whether all modes gave the same tokens, and a
-digest of all plain logits, to be compared between runs (with another number of threads:
-`taskset -c 0 python -m serve.exactness ...`). Last line of stdout: JSON with "logits_identical" and
-"tokens_identical"; exit status 1 where one of them is false.
+every budget, a pair a prompt in turn. Also gives a digest of all plain logits, to be compared
+between runs (with another number of threads: `taskset -c 0 python -m serve.exactness ...`).
+Last line of stdout: JSON with "logits_identical" and "tokens_identical" (plain against trees);
+"weights_identical", whether weight formats multiplied by the same arithmetic gave the same logits
+(null where no two were: by default packed weights use integer sums and expanded ones cannot, so
+give `--arithmetic float`); and "token_agreement", how many prompts any two modes wrote alike. Exit
+status 1 where one of the first three is false.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,15 +94,19 @@ def groups(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
         yield [items[(at + i) % len(items)] for i in range(size)]
 
 
-def compare(llm: Any, prompts: Sequence[list[int]], batch: int, max_tokens: int) -> Tally:
-    """Plain against trees for all prompts."""
+def compare(
+    llm: Any, prompts: Sequence[list[int]], batch: int, max_tokens: int
+) -> tuple[Tally, list[list[int]]]:
+    """Plain against trees for all prompts; also what plain decoding wrote."""
     from tqdm import tqdm
 
     found, whole, turn = Tally(), hashlib.blake2b(digest_size=16), itertools.cycle(pairs())
+    written: list[list[int]] = []
     depth = llm.resolve(SpecConfig()).depth
     steps = math.ceil(len(prompts) / batch)
     for number, group in enumerate(tqdm(groups(prompts, batch), total=steps, unit="batch")):
         plain, rows, _ = decode(llm, SpecConfig(mode="off"), group, max_tokens)
+        written += plain
         builder, budget = next(turn)
         tree, tree_rows, rounds = decode(llm, spec_for(builder, budget, depth), group, max_tokens)
         found.rounds += rounds
@@ -114,7 +121,30 @@ def compare(llm: Any, prompts: Sequence[list[int]], batch: int, max_tokens: int)
                     f"batch {number}, sequence {slot}, token {bad[0]}, {builder} budget {budget}"
                 )
     found.digest = whole.hexdigest()
-    return found
+    return found, written[: len(prompts)]
+
+
+def agreement(a: Sequence[list[int]], b: Sequence[list[int]]) -> dict[str, Any]:
+    """How far two ways of computing write the same: prompts, those identical to the end, and where
+    the others part ({prompt index: token index})."""
+    parts = {
+        i: next((t for t, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), len(x))
+        for i, (x, y) in enumerate(zip(a, b, strict=True))
+        if x != y
+    }
+    return {"prompts": len(a), "identical": len(a) - len(parts), "first_different": parts}
+
+
+def same_bits(digests: Mapping[tuple[str, int], set[str]], modes: int) -> bool | None:
+    """Whether all modes of one arithmetic gave the same logits; None where no two share one.
+
+    Args:
+        digests: of all logits, by arithmetic and batch.
+        modes: how many weight modes ran.
+    """
+    if modes == len({arithmetic for arithmetic, _ in digests}):
+        return None
+    return all(len(found) == 1 for found in digests.values())
 
 
 def build_parser() -> cli.Parser:
@@ -167,7 +197,8 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
 
     suite = load_suite(args.suite, args.limit)
     tallies: dict[str, Tally] = {}
-    digests: set[tuple[str, int, str]] = set()
+    digests: dict[tuple[str, int], set[str]] = {}
+    written: dict[int, dict[str, list[list[int]]]] = {}
     kernels = ""
     for mode in modes:
         args.weights = mode
@@ -181,10 +212,10 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
         prompts = [llm.tokenizer.chat(list(p.messages))[:room] for p in suite.prompts]
         for batch in batches:
             cli.say(f"weights {mode}, batch {batch} ...")
-            found = tallies[f"{mode}, batch {batch}"] = compare(
-                llm, prompts, batch, args.max_tokens
-            )
-            digests.add((llm.arithmetic, batch, found.digest))
+            found, tokens = compare(llm, prompts, batch, args.max_tokens)
+            tallies[f"{mode}, batch {batch}"] = found
+            digests.setdefault((llm.arithmetic, batch), set()).add(found.digest)
+            written.setdefault(batch, {})[f"{mode} ({llm.arithmetic} sums)"] = tokens
             cli.say(
                 f"weights {mode}, batch {batch}: {found.different} of {found.positions} positions "
                 f"differ, tokens {'identical' if found.tokens_identical else 'DIFFERENT'}"
@@ -192,8 +223,12 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     document = {
         "logits_identical": not any(t.different for t in tallies.values()),
         "tokens_identical": all(t.tokens_identical for t in tallies.values()),
-        # of the same arithmetic: stored weights may be multiplied in integers
-        "weights_identical": len(digests) == len(batches) * len({form for form, *_ in digests}),
+        "weights_identical": same_bits(digests, len(modes)),
+        "token_agreement": {
+            f"{a} and {b}, batch {batch}": agreement(found[a], found[b])
+            for batch, found in written.items()
+            for a, b in itertools.combinations(found, 2)
+        },
         "modes": {name: dataclasses.asdict(t) for name, t in tallies.items()},
         "suite": suite.name,
         "prompts": len(suite.prompts),
@@ -209,7 +244,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     }
     print(cli.dump_json(document))
     exact = document["logits_identical"] and document["tokens_identical"]
-    return 0 if exact and document["weights_identical"] else 1
+    return 0 if exact and document["weights_identical"] is not False else 1
 
 
 if __name__ == "__main__":

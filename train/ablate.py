@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.errors import ConfigError, JetSpecError
-from train.config import load_config
+from jetspec_jax.errors import ConfigError
+from train.cli import run_command
+from train.config import load_config, to_json
 from train.data import Dataset, held_out_batches, load_dataset
 from train.evaluate import BUDGETS, evaluate, make_evaluator
 from train.train_draft import Trainer
@@ -123,7 +124,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     file = out / "ablation.json"
-    key = {"steps": args.steps, "builders": builders, "overrides": args.overrides}
+    key = {
+        "config": to_json(load_config(args.config, args.overrides)),
+        "steps": args.steps,
+        "builders": builders,
+        "held_out": [args.limit, args.anchors],
+    }
     stored = json.loads(file.read_text()) if file.is_file() else {"key": key, "results": {}}
     if stored["key"] != key:
         raise ConfigError(f"{file} was made with other settings; give another --out")
@@ -164,12 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--out", required=True, help="folder for results")
     p.add_argument("overrides", nargs="*", metavar="section.key=value", help="of all variants")
     args = p.parse_args(argv)
-    try:
-        print(json.dumps(run(args)))
-    except JetSpecError as err:
-        print(f"error: {err}", file=sys.stderr)
-        return err.exit_code
-    return 0
+    return run_command(run, args)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from jetspec_jax.errors import ConfigError, JetSpecError, ModelFileError
+from jetspec_jax.errors import ConfigError, ModelFileError
+from train.cli import run_command
 
 _KEYS = ("target", "vocab_size", "seed", "temperature", "precision", "max_new", "for_evaluation")
 
@@ -123,6 +124,16 @@ def check(answers: Answers, meta: dict[str, Any], path: str) -> None:
         raise ConfigError(f"{path}: holds answers of other settings: {found}; drop --answers")
 
 
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Packs a data folder."""
+    answers = collect(Path(args.data))
+    if not answers.ids:
+        raise ModelFileError(f"{args.data}: holds no answers yet")
+    write(answers, Path(args.out))
+    size = Path(args.out).stat().st_size
+    return {"sequences": len(answers.ids), "tokens": answers.count, "bytes": size}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line; the last line of stdout is JSON."""
     p = argparse.ArgumentParser(
@@ -130,18 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     p.add_argument("--data", required=True, help="data folder of train.regenerate")
     p.add_argument("--out", required=True, help="pack to write (.npz)")
-    args = p.parse_args(argv)
-    try:
-        answers = collect(Path(args.data))
-        if not answers.ids:
-            raise ModelFileError(f"{args.data}: holds no answers yet")
-        write(answers, Path(args.out))
-    except JetSpecError as err:
-        print(f"error: {err}", file=sys.stderr)
-        return err.exit_code
-    size = Path(args.out).stat().st_size
-    print(json.dumps({"sequences": len(answers.ids), "tokens": answers.count, "bytes": size}))
-    return 0
+    return run_command(run, p.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -28,13 +28,14 @@ import numpy as np
 
 from jetspec_jax.config import DraftConfig, SpecConfig
 from jetspec_jax.drafter import candidates, conditional_logits, load_draft, path_gate
-from jetspec_jax.errors import ConfigError, JetSpecError
+from jetspec_jax.errors import ConfigError
 from jetspec_jax.models import decoder
 from jetspec_jax.numerics import dot
 from jetspec_jax.tree import accept, build_tree, prune
 from jetspec_jax.tree.topology import Tree
 from jetspec_jax.typing import Array, Params
 from jetspec_jax.weights import bundled_model_path, load_params, open_source
+from train.cli import run_command
 from train.config import DataConfig
 from train.data import Sample, assemble, held_out_batches, load_dataset
 from train.features import feature_function
@@ -353,12 +354,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--precision", choices=("float32", "bfloat16"), default="bfloat16")
     p.add_argument("--out", help="folder for evaluation.json and calibration.svg")
     args = p.parse_args(argv)
-    try:
-        print(json.dumps(run(args)))
-    except JetSpecError as err:
-        print(f"error: {err}", file=sys.stderr)
-        return err.exit_code
-    return 0
+    return run_command(run, args)
 
 
 if __name__ == "__main__":

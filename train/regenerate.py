@@ -37,7 +37,7 @@ from tqdm import tqdm
 from jetspec_jax.cache import KVCache, after, alloc, commit
 from jetspec_jax.config import KERNELS, EngineConfig, ModelConfig, SamplingParams
 from jetspec_jax.drafter.checkpoint import default_layer_ids
-from jetspec_jax.errors import ConfigError, JetSpecError
+from jetspec_jax.errors import ConfigError
 from jetspec_jax.loading import Target, load_target, resolve_kernels
 from jetspec_jax.models.decoder import (
     Numerics,
@@ -51,7 +51,9 @@ from jetspec_jax.numerics import ComputeWeight
 from jetspec_jax.sampling import SamplingState, choose, greedy, sampling_state
 from jetspec_jax.typing import Array, Params
 from train import answers
+from train.cli import run_command
 from train.prompts import prompts_from_file, training_prompts
+from train.shards import ShardWriter, Writing
 
 _CHUNK = 64  # rows of a prefill step, and the unit of cache lengths
 _WINDOW = 256  # prompts that are put in order of length, so that a group pads little
@@ -188,94 +190,6 @@ def write_steps(
     return slots, tokens, features
 
 
-@dataclasses.dataclass
-class _Writing:
-    """Host side of a slot."""
-
-    prompt_id: str
-    source: str
-    ids: list[int]
-    prompt_len: int
-    features: list[np.ndarray]
-
-
-class ShardWriter:
-    """Sequences to .npz shards and a manifest, atomically, with the format that `train.features`
-    reads.
-    """
-
-    def __init__(self, out: Path, per_shard: int = 64) -> None:
-        self.out, self.per_shard, self.pending = out, per_shard, []
-        out.mkdir(parents=True, exist_ok=True)
-        self.manifest = out / "manifest.jsonl"
-        self.lines = (
-            [json.loads(x) for x in self.manifest.read_text().splitlines()]
-            if self.manifest.exists()
-            else []
-        )
-        self.seen = {i for line in self.lines for i in line["ids"]}
-
-    @property
-    def tokens(self) -> int:
-        return sum(line.get("answer_tokens", 0) for line in self.lines)
-
-    def _append(self, line: dict[str, Any]) -> None:
-        with self.manifest.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        self.lines.append(line)
-        self.seen.update(line["ids"])
-
-    def drop(self, prompt_id: str, verdict: str, reason: str) -> None:
-        """Records a prompt that gives no sequence: verdict "skipped" (by rule) or "failed"."""
-        self._append({"verdict": verdict, "ids": [prompt_id], "reason": reason})
-
-    def add(self, done: _Writing) -> None:
-        self.pending.append(done)
-        if len(self.pending) >= self.per_shard:
-            self.flush()
-
-    def flush(self) -> None:
-        """Writes pending sequences as one shard: the file first, then the manifest line that makes
-        it count.
-        """
-        if not self.pending:
-            return
-        longest = max(len(s.ids) for s in self.pending)
-        count = len(self.pending)
-        tokens = np.zeros((count, longest), np.int32)
-        n_taps, width = self.pending[0].features[0].shape[-2:]
-        taps = np.zeros((count, longest, n_taps - 1, width), np.uint16)
-        final = np.zeros((count, longest, width), np.uint16)
-        for i, seq in enumerate(self.pending):
-            rows = np.concatenate(seq.features)[: len(seq.ids)].view(np.uint16)
-            tokens[i, : len(seq.ids)] = seq.ids
-            taps[i, : len(rows)] = rows[:, :-1]
-            final[i, : len(rows)] = rows[:, -1]
-        shards = sum("shard" in line for line in self.lines)
-        name = f"shard_{shards:05d}.npz"
-        part = self.out / (name + ".part")
-        with part.open("wb") as file:
-            np.savez(
-                file,
-                tokens=tokens,
-                taps=taps,
-                final=final,
-                length=np.asarray([len(s.ids) for s in self.pending], np.int32),
-                prompt_len=np.asarray([s.prompt_len for s in self.pending], np.int32),
-            )
-        part.rename(self.out / name)
-        self._append(
-            {
-                "verdict": "done",
-                "shard": name,
-                "ids": [s.prompt_id for s in self.pending],
-                "sources": [s.source for s in self.pending],
-                "answer_tokens": sum(len(s.ids) - s.prompt_len for s in self.pending),
-            }
-        )
-        self.pending = []
-
-
 def compute_params(params: Params, model: ModelConfig, dtype: Any) -> Params:
     """Parameters whose projections and LM head multiply in `dtype`; all else stays float32."""
     decl = declare(model)
@@ -314,7 +228,7 @@ class Regenerator:
             jnp.array(idle),
             sampling_state([SamplingParams()] * cfg.slots),
         )
-        self.writing: list[_Writing | None] = [None] * cfg.slots
+        self.writing: list[Writing | None] = [None] * cfg.slots
 
     def free(self) -> list[int]:
         """Slots without a sequence."""
@@ -349,11 +263,11 @@ class Regenerator:
                 jnp.asarray([kept[i]], jnp.int32),
                 sampling_state([sampling]),
             )
-            self.writing[slot] = _Writing(
+            self.writing[slot] = Writing(
                 prompt["id"], prompt["source"], list(ids), len(ids), [features[i, : kept[i]]]
             )
 
-    def advance(self, stop_ids: set[int]) -> list[_Writing]:
+    def advance(self, stop_ids: set[int]) -> list[Writing]:
         """Runs `_STEPS` steps; returns the sequences that ended."""
         self.slots, tokens, features = self._steps(self.target.params, self.slots)
         new, feats = np.asarray(tokens), np.asarray(features)
@@ -408,7 +322,7 @@ def restore(
         for row, (prompt, ids, answer) in enumerate(group):
             whole = [*ids, *answer.tolist()]
             rows = [found[row, : len(whole) - 1]]
-            writer.add(_Writing(prompt["id"], prompt["source"], whole, len(ids), rows))
+            writer.add(Writing(prompt["id"], prompt["source"], whole, len(ids), rows))
     writer.flush()
     return len(known)
 
@@ -595,19 +509,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--drop-unfinished",
         action="store_true",
-        help="at the time limit, do not finish open sequences",
+        help="at the time limit, do not run_command open sequences",
     )
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    try:
-        print(json.dumps(run(args)))
-    except JetSpecError as err:
-        print(f"error: {err}", file=sys.stderr)
-        return err.exit_code
-    return 0
+    return run_command(run, args)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,19 @@ def test_groups_are_whole():
     assert list(exactness.groups("abcde", 2)) == [["a", "b"], ["c", "d"], ["e", "a"]]
 
 
+def test_bits_are_compared_within_an_arithmetic_only():
+    float_only = {("float", 1): {"a"}, ("float", 8): {"b"}}
+    assert exactness.same_bits(float_only, 2) is True
+    assert exactness.same_bits({**float_only, ("float", 8): {"b", "c"}}, 2) is False
+    # one mode each: nothing was compared, and that is not "identical"
+    assert exactness.same_bits({("float", 1): {"a"}, ("integer", 1): {"b"}}, 2) is None
+
+
+def test_agreement_names_where_texts_part():
+    got = exactness.agreement([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 5, 7]])
+    assert got == {"prompts": 2, "identical": 1, "first_different": {1: 2}}
+
+
 @pytest.mark.slow
 def test_the_bundled_model_is_exact(capsys: pytest.CaptureFixture[str]):
     flags = ["--limit", "5", "--max-tokens", "6", "--batches", "1", "--weights-modes", "stored"]

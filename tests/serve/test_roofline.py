@@ -1,6 +1,7 @@
 """The roofline's arithmetic and its flags; the command itself on the bundled model."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,17 +35,32 @@ def test_the_larger_time_bounds():
 
 
 @pytest.mark.slow
-def test_the_command(capsys: pytest.CaptureFixture[str]):
+def _command(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     before = native.library
-    assert roofline.main(["--rows", "1,3", "--repeats", "3", "--context", "40"]) == 0
+    flags = ["--rows", "1,3", "--repeats", "3", "--context", "40", *words]
+    assert roofline.main(flags) == 0
     assert native.library is before
-    out = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+OPS = ("qkv", "o", "gate_up", "down", "head", "attention")
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]):
+    out = _command(capsys, "--arithmetic", "float")
     one, three = out["forwards"]["1"], out["forwards"]["3"]
-    assert set(one["ops"]) == set(three["ops"])
-    assert {"qkv", "o", "gate_up", "down", "head", "attention"} <= set(one["ops"])
-    for op in ("qkv", "o", "gate_up", "down", "head", "attention"):
+    assert out["arithmetic"] == "float" and set(one["ops"]) == set(three["ops"])
+    for op in OPS:
         # no op is faster than the hardware; a busy machine can hide a little of the bandwidth
         assert one["ops"][op]["measured"] > 0.5 * one["ops"][op]["bound"] > 0
     assert three["bound_s"] >= one["bound_s"]
     assert three["ops"]["gate_up"]["arithmetic"] > one["ops"]["gate_up"]["arithmetic"]
     assert 0.3 < one["matmul_share"] < 1.0
+
+
+def test_integer_sums_are_held_against_memory_only(capsys: pytest.CaptureFixture[str]):
+    out = _command(capsys, "--arithmetic", "integer")
+    assert out["arithmetic"] == "integer"
+    for op in OPS[:-1]:
+        line = out["forwards"]["3"]["ops"][op]
+        assert line["arithmetic"] == 0 and line["measured"] > 0.5 * line["memory"] > 0

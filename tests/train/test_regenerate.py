@@ -14,7 +14,8 @@ from jetspec_jax.errors import ConfigError, ModelFileError
 from jetspec_jax.models.decoder import Numerics, forward_full
 from jetspec_jax.testing import EOS, tiny_target
 from train import answers
-from train.regenerate import RegenConfig, Regenerator, ShardWriter, main, restore
+from train.regenerate import RegenConfig, Regenerator, main, restore
+from train.shards import ShardWriter
 
 TAPS, MAX_NEW = (0, 1), 24
 PROMPTS = ([72, 105, 33], [72, 105] + [40] * 70, [9, 8, 7, 6])  # one longer than a prefill chunk
