@@ -22,6 +22,8 @@ import numpy as np
 from jetspec_jax.errors import ConfigError, ModelFileError
 from train.cli import run_command
 
+# of data folders that were made before meta.json had them
+DEFAULTS = {"precision": "float32", "for_evaluation": False}
 _KEYS = ("target", "vocab_size", "seed", "temperature", "precision", "max_new", "for_evaluation")
 
 
@@ -65,7 +67,7 @@ def collect(folder: Path) -> Answers:
             f"{folder}: is no complete data folder ({str(err)[:100]}); make one with `python -m "
             "train.regenerate`"
         ) from err
-    return Answers(tuple(ids), tuple(tokens), {k: meta.get(k) for k in _KEYS})
+    return Answers(tuple(ids), tuple(tokens), {k: meta.get(k, DEFAULTS.get(k)) for k in _KEYS})
 
 
 def write(answers: Answers, path: Path) -> None:

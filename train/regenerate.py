@@ -406,9 +406,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     meta_path = writer.out / "meta.json"
     if meta_path.exists():
         before = json.loads(meta_path.read_text())
-        defaults = {"precision": "float32", "for_evaluation": False}  # of folders made before them
-        keys = ("target", "taps", "vocab_size", "seed", "temperature", *defaults)
-        changed = [k for k in keys if before.get(k, defaults.get(k)) != meta[k]]
+        keys = ("target", "taps", "vocab_size", "seed", "temperature", *answers.DEFAULTS)
+        changed = [k for k in keys if before.get(k, answers.DEFAULTS.get(k)) != meta[k]]
         if changed:
             raise ConfigError(
                 f"{args.out} was made with another {', '.join(changed)}; use another --out"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ from jetspec_jax.engine import LLM
 from jetspec_jax.errors import ConfigError, ModelFileError
 from jetspec_jax.models.decoder import Numerics, forward_full
 from jetspec_jax.testing import EOS, tiny_target
+from jetspec_jax.weights import bundled_model_path, open_source
 from train import answers
+from train.prompts import training_prompts
 from train.regenerate import RegenConfig, Regenerator, main, restore
 from train.shards import ShardWriter
 
@@ -147,3 +150,16 @@ def test_bad_flags_are_one_line_and_leave_nothing(tmp_path, capsys, words, said)
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_the_packed_answers_of_the_repository_fit_the_bundled_target() -> None:
+    """The command in configs/train/smollm2_135m.toml: same target, known prompts, ids in range."""
+    source = open_source(bundled_model_path()).config()
+    meta = {"target": source.name, "vocab_size": source.vocab_size, "temperature": 0.0}
+    path = "train/assets/smollm2_135m_answers.npz"
+    pack = answers.read(Path(__file__).parents[2] / path)
+    answers.check(pack, meta | {"for_evaluation": False}, path)
+    assert len(pack.ids) == len(set(pack.ids)) and pack.count > 400_000
+    assert max(int(t.max()) for t in pack.tokens) < source.vocab_size
+    known = {p["id"] for p in training_prompts(200, pack.meta["seed"])}
+    assert len(known & set(pack.ids)) > 150
