@@ -23,6 +23,7 @@ KERNELS = ("auto", "cpu", "xla")
 WEIGHTS = ("stored", "float32")
 DRAFT_WEIGHTS = ("q8_0", "stored")
 ARITHMETIC = ("auto", "float", "integer")
+PATH_HEADS = ("none", "markov", "pairwise")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -168,7 +169,7 @@ class DraftConfig(_FromMapping):
     path_rank: int = 0
 
     def __post_init__(self) -> None:
-        _one_of("DraftConfig", "path_head", self.path_head, ("none", "markov", "pairwise"))
+        _one_of("DraftConfig", "path_head", self.path_head, PATH_HEADS)
         _at_least("DraftConfig", "block_size", self.block_size, 2)
         if self.path_head != "none":
             _at_least("DraftConfig", "path_rank", self.path_rank, 1)

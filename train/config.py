@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from jetspec_jax.config import PATH_HEADS
 from jetspec_jax.errors import ConfigError
 from train.losses import LossConfig
 
@@ -198,6 +199,10 @@ def _check(cfg: TrainConfig) -> None:
         )
     if not 0 <= cfg.loss.survival <= 1:
         raise ConfigError(f"loss.survival={cfg.loss.survival} is no share; give 0 to 1")
+    if cfg.draft.path_head not in PATH_HEADS:
+        raise ConfigError(
+            f"draft.path_head={cfg.draft.path_head!r} is not known; choose {', '.join(PATH_HEADS)}"
+        )
     if cfg.data.target_dtype not in ("float32", "bfloat16"):
         raise ConfigError(
             f"data.target_dtype={cfg.data.target_dtype!r} is not known; choose float32 or bfloat16"

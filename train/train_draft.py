@@ -107,6 +107,7 @@ class Trainer:
         self.say = say or (lambda text: print(text, file=sys.stderr, flush=True))
         self.out = Path(cfg.run.out)
         self.dtype = jnp.dtype(cfg.optim.precision)
+        self.mesh = device_mesh(cfg)  # before the data: reading it takes a while
         if is_for_evaluation(Path(cfg.data.path)):
             raise ConfigError(
                 f"data.path={cfg.data.path} answers evaluation prompts and must not be trained on; "
@@ -128,7 +129,6 @@ class Trainer:
         self.frozen = frozen_of(target_params, self.target.vocab_size, self.id_map, self.dtype)
         params = first_params(cfg, self.head, self.target, target_params, self.id_map)
         needs = any(s.taps is None or s.final is None for s in self.data.train + self.data.held_out)
-        self.mesh = device_mesh(cfg)
         self.features = (
             feature_function(target_params, self.target, self.head.target_layer_ids, self.mesh)
             if needs

@@ -169,3 +169,19 @@ def test_draft_vocabulary_holds_specials_and_the_most_frequent(tiny: Tiny) -> No
     assert counts[np.setdiff1d(ids, [1, 2])].min() >= np.delete(counts, ids).max()
     assert coverage(data.train, ids, 64) == pytest.approx(counts[ids].sum() / counts.sum())
     assert len(draft_vocabulary(data.train, 64, 64, ())) == 64
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "draft.path_head=foo",
+        "data.target_dtype=int4",
+        "optim.optimiser=sgd",
+        "loss.tv=-1.0",
+        "loss.survival=2.0",
+    ],
+)
+def test_values_that_cannot_be_are_refused_by_name(override: str) -> None:
+    key, value = override.split("=")
+    with pytest.raises(ConfigError, match=rf"{key}='?{value}'? "):
+        load_config(None, [override])
