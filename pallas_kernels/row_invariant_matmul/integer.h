@@ -211,34 +211,45 @@ inline void prefetch_block(const uint8_t* block, size_t ahead) {
 }
 
 // ---- Few rows: dot products of four bytes --------------------------------------------------------------------------
-// acc + the four products of unsigned bytes w with the signed bytes at `digits`, in every lane.
+// Four signed bytes in every lane; dot: acc + their products with the unsigned bytes w.
+struct Digits {
 #if JETSPEC_FORM == 3 && defined(__AVX512VNNI__)
-inline Ints dot_four(Ints acc, Ints w, const int8_t* digits) {
-  int32_t four;
-  std::memcpy(&four, digits, sizeof(four));
-  return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(four));
-}
+  Ints four;
+  explicit Digits(const int8_t* at) {
+    int32_t word;
+    std::memcpy(&word, at, sizeof(word));
+    four = _mm512_set1_epi32(word);
+  }
+  Ints dot(Ints acc, Ints w) const { return _mm512_dpbusd_epi32(acc, w, four); }
 #elif JETSPEC_FORM == 2
-inline Ints dot_four(Ints acc, Ints w, const int8_t* digits) {
-  int32_t four;
-  std::memcpy(&four, digits, sizeof(four));
-  const Ints d = _mm256_set1_epi32(four);
-  const Ints even = _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(d, 8), 8));
-  return add(acc, add(even, _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(d, 8))));
-}
+  Ints even, odd;
+  explicit Digits(const int8_t* at) {
+    int32_t word;
+    std::memcpy(&word, at, sizeof(word));
+    const Ints four = _mm256_set1_epi32(word);
+    even = _mm256_srai_epi16(_mm256_slli_epi16(four, 8), 8);
+    odd = _mm256_srai_epi16(four, 8);
+  }
+  Ints dot(Ints acc, Ints w) const {
+    const Ints low = _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(255)), even);
+    return add(acc, add(low, _mm256_madd_epi16(_mm256_srli_epi16(w, 8), odd)));
+  }
 #else
-inline Ints times(Ints v, int by) {
+  const int8_t* at;
+  explicit Digits(const int8_t* at) : at(at) {}
+  static Ints times(Ints v, int by) {
 #if JETSPEC_FORM == 3
-  return _mm512_mullo_epi32(v, all(by));
+    return _mm512_mullo_epi32(v, all(by));
 #else
-  return v * all(by);
+    return v * all(by);
 #endif
-}
-inline Ints dot_four(Ints acc, Ints w, const int8_t* digits) {
-  for (int i = 0; i < 4; ++i) acc = add(acc, times(low_bits(shift_right(w, 8 * i), 255), digits[i]));
-  return acc;
-}
+  }
+  Ints dot(Ints acc, Ints w) const {
+    for (int i = 0; i < 4; ++i) acc = add(acc, times(low_bits(shift_right(w, 8 * i), 255), at[i]));
+    return acc;
+  }
 #endif
+};
 
 // Eight groups of unsigned weights, outputs n onwards; bytes are moved up by 128.
 template <typename Format>
@@ -255,10 +266,13 @@ inline void load_groups(const uint8_t* block, int n, Ints* q) {
   }
 }
 
+// Vectors of outputs that share a broadcast of digits: a load that fills 64 bytes costs Zen 4 as much as two products.
+constexpr int kDotVectors = JETSPEC_FORM == 3 ? 2 : 1;
+
 // acc[R][32]: rows `first` onwards of a split group, times a panel.
 template <typename Format, int R>
 void dot_rows(const uint8_t* panel, int blocks, const Group& group, int first, size_t ahead, float* acc) {
-  constexpr int V = kPanel / kLanes;
+  constexpr int V = kPanel / kLanes, S = kDotVectors;
   Vec a[R][V];
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) a[r][v] = zero();
@@ -268,18 +282,27 @@ void dot_rows(const uint8_t* panel, int blocks, const Group& group, int first, s
     const BlockScale* scales = group.scales + row;
     if (ahead > 0) prefetch_block<Format>(panel, ahead);
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) {
-      Ints q[8];
-      load_groups<Format>(panel, v * kLanes, q);
-      const SumScales<Format> s(panel, v * kLanes);
+    for (int v = 0; v < V; v += S) {
+      Ints q[S][8];
+      for (int side = 0; side < S; ++side) load_groups<Format>(panel, (v + side) * kLanes, q[side]);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        Ints sum[kDigits];
-        for (int i = 0; i < kDigits; ++i) sum[i] = all(Format::kNibble ? 0 : group.bias[row + r][i]);
+        Ints sum[S][kDigits];
+        for (int side = 0; side < S; ++side)
+          for (int i = 0; i < kDigits; ++i) sum[side][i] = all(Format::kNibble ? 0 : group.bias[row + r][i]);
 #pragma GCC unroll 8
         for (int g = 0; g < 8; ++g)
-          for (int i = 0; i < kDigits; ++i) sum[i] = dot_four(sum[i], q[g], digits + r * kRowDigits + i * kBlock + g * 4);
-        a[r][v] = s.add_block(a[r][v], s.total(sum[0], sum[1], sum[2]), scales[r]);
+#pragma GCC unroll 3
+          for (int i = 0; i < kDigits; ++i) {
+            const Digits four(digits + r * kRowDigits + i * kBlock + g * 4);
+#pragma GCC unroll 2
+            for (int side = 0; side < S; ++side) sum[side][i] = four.dot(sum[side][i], q[side][g]);
+          }
+#pragma GCC unroll 2
+        for (int side = 0; side < S; ++side) {
+          const SumScales<Format> s(panel, (v + side) * kLanes);
+          a[r][v + side] = s.add_block(a[r][v + side], s.total(sum[side][0], sum[side][1], sum[side][2]), scales[r]);
+        }
       }
     }
   }
