@@ -24,6 +24,7 @@ from jetspec_jax.text import Tokenizer, load_tokenizer, tokenizer_from_gguf
 from jetspec_jax.typing import Array, Params, PyTree
 from jetspec_jax.weights import (
     GGUFSource,
+    TensorSource,
     bundled_model_path,
     load_params,
     open_source,
@@ -162,6 +163,17 @@ def _return_memory() -> None:
         trim(0)
 
 
+def tokenizer_of(source: TensorSource) -> Tokenizer:
+    """The tokenizer of a model file or directory.
+
+    Raises:
+        ModelFileError: there is none, or none that can be read.
+    """
+    if isinstance(source, GGUFSource):
+        return tokenizer_from_gguf(source)
+    return load_tokenizer(source.path)
+
+
 def load_target(
     model: str | Path | None, engine: EngineConfig, progress: Callable[[str], None] | None = None
 ) -> Target:
@@ -180,8 +192,7 @@ def load_target(
     kernels = resolve_kernels(engine)
     arithmetic = resolve_arithmetic(engine, kernels)
     # before the weights: what it needs while it is built does not add to the peak
-    gguf = isinstance(source, GGUFSource)
-    tokenizer = tokenizer_from_gguf(source) if gguf else load_tokenizer(source.path)
+    tokenizer = tokenizer_of(source)
     pack = None
     if kernels == "cpu":
         pack = Packer(engine.weights == "stored", arithmetic=arithmetic)

@@ -28,6 +28,7 @@ class DataConfig:
     max_tokens: int = 512  # of a sequence that are used; the rest is cut off
     bucket: int = 128  # sequence lengths are padded to a multiple of it (one compiled step each)
     held_out: float = 0.03  # share of the sequences, chosen by content hash
+    limit: int = 0  # training sequences that are used, from the first on; 0: all
     seed: int = 0
 
 
@@ -166,6 +167,7 @@ def _check(cfg: TrainConfig) -> None:
         ("data.anchors", 1),
         ("data.max_tokens", 8),
         ("data.bucket", 1),
+        ("data.limit", 0),
         ("draft.layers", 1),
         ("draft.block_size", 2),
         ("draft.taps", 1),

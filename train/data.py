@@ -145,6 +145,8 @@ def load_dataset(cfg: DataConfig, *, allow_empty: bool = False) -> Dataset:
     across it, and two answers to one prompt stay on the same side. `allow_empty`: an evaluation may
     do without a training part.
 
+    `limit` shortens the training part, the held-out part stays: learning curves over data.
+
     Raises:
         ModelFileError: damaged or incomplete shards, or no usable sequence.
     """
@@ -183,6 +185,8 @@ def load_dataset(cfg: DataConfig, *, allow_empty: bool = False) -> Dataset:
             f"{folder}: no sequence with an answer among {rejected + len(held)}; regenerate "
             "the data"
         )
+    if cfg.limit:
+        train = train[: cfg.limit]
     return Dataset(tuple(train), tuple(held), digest.hexdigest(), ids, rejected)
 
 

@@ -44,6 +44,7 @@ from train.head_setup import (
     id_map_for,
     optimiser_of,
 )
+from train.show import show_sample
 from train.step import Batch, data_mesh, train_step
 
 
@@ -387,6 +388,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m train.train_draft", description=__doc__)
     parser.add_argument("--config", help="TOML file; see configs/train/")
     parser.add_argument("--plan", action="store_true", help="print what would be done, then exit")
+    parser.add_argument(
+        "--show-sample",
+        type=int,
+        metavar="N",
+        help="show training sequence N: loss mask, anchors, tokens outside the draft vocabulary",
+    )
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="for example optim.lr=3e-4"
@@ -395,7 +402,11 @@ def main(argv: list[str] | None = None) -> int:
     command = " ".join(["python -m train.train_draft", *(sys.argv[1:] if argv is None else argv)])
     try:
         trainer = Trainer(load_config(args.config, args.overrides), command)
-        print(json.dumps(trainer.plan() if args.plan else trainer.run()))
+        if args.show_sample is not None:
+            show_sample(trainer.cfg, trainer.data, trainer.id_map, args.show_sample)
+            print(json.dumps({"sequence": args.show_sample}))
+        else:
+            print(json.dumps(trainer.plan() if args.plan else trainer.run()))
     except JetSpecError as err:
         if args.debug:
             raise

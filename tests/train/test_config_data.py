@@ -97,6 +97,9 @@ def test_load_splits_by_prompt_rejects_empty_answers_and_cuts(tiny: Tiny) -> Non
     assert {s.origin for s in bare.held_out} == {s.origin for s in data.held_out}
     assert bare.train[0].taps is None
     # a larger share keeps what was held out before
+    few = load_dataset(dataclasses.replace(cfg, limit=2))
+    assert [x.origin for x in few.train] == [x.origin for x in data.train[:2]]
+    assert len(data.train) > 2 and len(few.held_out) == len(data.held_out)
     wider = load_dataset(dataclasses.replace(cfg, held_out=0.5))
     assert {s.origin for s in data.held_out} <= {s.origin for s in wider.held_out}
 
