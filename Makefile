@@ -10,6 +10,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV_VERSION := 0.13.9
 SUITES ?= humaneval,gsm8k,mtbench
+# Compiling is most of the tests' time, and most of it runs on one core. A file stays in one process.
+PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile
 # Versions come from uv.lock. --inexact keeps what requirements/data.txt adds beside it.
 SYNC := UV_PROJECT_ENVIRONMENT=$(VENV) $(BIN)/uv sync --frozen --inexact --quiet $(if $(GPU),--extra cuda)
 # A stamp says what it installed: another choice of GPU=1 is another stamp.
@@ -26,11 +28,11 @@ help:  ## This list
 demo: $(RUN)  ## Real text, plain against speculative; last line of stdout is JSON (under 3 minutes)
 	@$(BIN)/python -m serve.demo
 
-test: $(DEV)  ## All tests
-	@$(BIN)/python -m pytest
+test: $(DEV)  ## All tests, a process for each core (at most 4)
+	@$(BIN)/python -m pytest $(PARALLEL)
 
 test-fast: $(DEV)  ## Tests without the real model
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 asan: $(DEV)  ## Kernel tests under AddressSanitizer and UBSan (needs GCC)
 	@$(BIN)/python -m tests.pallas_kernels.asan

@@ -21,7 +21,11 @@ from hypothesis import settings  # noqa: E402
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Compiling is most of the suite's time: keep every program, also across runs.
-jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "test-compilations"))
+# A folder for each worker of pytest-xdist: JAX's cache writes in place, and another process could
+# read half a program.
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
+COMPILATIONS = ROOT / ".cache" / "test-compilations" / WORKER
+jax.config.update("jax_compilation_cache_dir", str(COMPILATIONS))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

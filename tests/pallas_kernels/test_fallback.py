@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import COMPILATIONS
+
 ROOT = Path(__file__).resolve().parents[2]
 # An engine with a draft head on each choice of kernels, in one process: the second finds the
 # programs of the first.
@@ -41,7 +43,7 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[st
         PATH=str(folder / "bin"),
         XDG_CACHE_HOME=str(folder / "cache"),
         JAX_PLATFORMS="cpu",
-        JAX_COMPILATION_CACHE_DIR=str(ROOT / ".cache" / "test-compilations"),
+        JAX_COMPILATION_CACHE_DIR=str(COMPILATIONS),
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.2",
         JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
     )
