@@ -103,9 +103,16 @@ def resolve_arithmetic(engine: EngineConfig, kernels: str) -> Arithmetic:
         ConfigError: integer arithmetic asked for where the native kernels do not run.
     """
     if engine.arithmetic == "integer" and kernels != "cpu":
+        reason = (
+            f"dtype {engine.dtype}"
+            if engine.dtype != "float32"
+            else "kernels 'xla'"
+            if engine.kernels == "xla"
+            else "they could not be built"
+        )
         raise ConfigError(
-            "arithmetic='integer' is of the native kernels, which do not run here; "
-            "drop --arithmetic, or --kernels xla and --dtype"
+            "arithmetic='integer' is of the native float32 kernels, which do not run here "
+            f"({reason}); drop one of the two"
         )
     if engine.arithmetic == "float" or kernels != "cpu":
         return "float"
@@ -242,7 +249,7 @@ def load_head(
         ModelFileError: damaged files, or a head of another target.
     """
     say = progress or (lambda _: None)
-    folder = resolve_model(path)
+    folder = resolve_model(path, "a draft head's directory (config.json + safetensors)")
     say(f"loading draft head from {folder}")
     pack = None
     kernels = resolve_kernels(engine)

@@ -255,10 +255,12 @@ def check_path(path: str | None, flag: str) -> None:
         or path.count("/") != 1
     )
     if local and not Path(path).expanduser().exists():
-        raise ModelFileError(
-            f"{flag} {path}: no such file or directory; give a Hugging Face directory or a "
-            ".gguf file"
+        wanted = (
+            "a draft head's directory (config.json + safetensors), or none"
+            if flag == "--draft"
+            else "a Hugging Face directory or a .gguf file"
         )
+        raise ModelFileError(f"{flag} {path}: no such file or directory; give {wanted}")
 
 
 def load_llm(args: argparse.Namespace, spec: SpecConfig, engine: EngineConfig) -> Any:

@@ -213,8 +213,16 @@ class GGUFFile:
         base = (cursor.pos + align - 1) // align * align
         self._bytes = self._file.bytes
         self.tensors: dict[str, TensorInfo] = {}
+        expected = 0  # tensors lie in the order of the directory, each at the next aligned byte
         for name, shape, type_id, offset in directory:
-            self.tensors[name] = self._check(name, shape, type_id, base + offset)
+            info = self._check(name, shape, type_id, base + offset)
+            if offset != expected:
+                raise ModelFileError(
+                    f"{self.path}: tensor {name!r} is said to begin at byte {offset}, but the one "
+                    f"before it ends at {expected}; the file is damaged, download it again"
+                )
+            expected += (info.nbytes + align - 1) // align * align
+            self.tensors[name] = info
         self.release()
 
     def release(self) -> None:

@@ -66,10 +66,14 @@ class TensorSource(Protocol):
         ...
 
 
-def resolve_model(path: str | os.PathLike[str]) -> Path:
+def resolve_model(
+    path: str | os.PathLike[str],
+    wanted: str = "a model directory (config.json + safetensors) or a .gguf file",
+) -> Path:
     """Local path of a model: a directory or file as given, or the local copy of a hub id.
 
     A hub id (`owner/name`) is downloaded, or taken from the local hub cache when it is there.
+    `wanted` is what the message asks for where there is nothing.
 
     Raises:
         ModelFileError: nothing at the path; hub unreachable, with what to do.
@@ -88,10 +92,7 @@ def resolve_model(path: str | os.PathLike[str]) -> Path:
         or text.endswith(".gguf")
         or (local.parent != Path(".") and local.parent.is_dir())
     ):
-        raise ModelFileError(
-            f"{text}: no such file or directory; give a model directory (config.json + "
-            "safetensors) or a .gguf file"
-        )
+        raise ModelFileError(f"{text}: no such file or directory; give {wanted}")
     return _from_hub(text)
 
 

@@ -174,7 +174,7 @@ BAD_INPUT = [
     (["a", "--spec-config", "/no/such.toml"], 2, "No such file"),
     (["a", "--chat-template-kwargs", "[1]"], 2, "JSON object"),
     (["a", "--model", "/no/such/model"], 1, "--model /no/such/model: no such file"),
-    (["a", "--draft", "./nothing"], 1, "--draft ./nothing: no such file"),
+    (["a", "--draft", "./nothing"], 1, "give a draft head's directory"),
     (["--prompts", "/no/such.jsonl"], 1, "/no/such.jsonl: No such file"),
     (["x" * 3000], 1, "the prompt has 3007 tokens, but the context holds 2048"),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import struct
 from pathlib import Path
 
 import gguf
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax.config import RopeConfig
+from jetspec_jax.errors import ModelFileError
 from jetspec_jax.weights import GGUFSource, bundled_model_path, open_source
 from jetspec_jax.weights.dequant import SUPPORTED, dequantize
 from jetspec_jax.weights.gguf import llama3_divisors
@@ -96,6 +98,22 @@ def test_header_agrees_with_the_reference_reader(tmp_path: Path) -> None:
         np.testing.assert_array_equal(
             ours.blocks(tensor.name).reshape(-1), tensor.data.view(np.uint8).reshape(-1)
         )
+
+
+def test_an_offset_that_does_not_follow_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, "llama")
+    for victim in list(GGUFFile(path).tensors)[:3]:
+        data = bytearray(path.read_bytes())
+        entry = data.index(struct.pack("<Q", len(victim)) + victim.encode()) + 8 + len(victim)
+        (rank,) = struct.unpack_from("<I", data, entry)
+        at = entry + 4 + 8 * rank + 4
+        (offset,) = struct.unpack_from("<Q", data, at)
+        struct.pack_into("<Q", data, at, offset + 32)
+        damaged = tmp_path / "damaged.gguf"
+        damaged.write_bytes(data)
+        with pytest.raises(ModelFileError, match=rf"{victim}.*begin at byte {offset + 32}"):
+            GGUFFile(damaged)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
