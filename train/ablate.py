@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.errors import ConfigError
+from jetspec_jax.errors import ConfigError, InputError
 from train.cli import run_command
 from train.config import load_config, to_json
 from train.data import Dataset, held_out_batches, load_dataset
@@ -54,6 +54,11 @@ def parse_variants(texts: Sequence[str]) -> dict[str, list[str]]:
 def _one(trainer: Trainer, builders: Sequence[str], sequences: int, anchors: int) -> dict[str, Any]:
     started = time.monotonic()
     summary = trainer.run()
+    if summary["stopped"] != "steps":
+        raise InputError(
+            f"stopped by {summary['stopped']} at step {summary['step']} of this variant; run the "
+            "same command to go on from there"
+        )
     result: dict[str, Any] = {
         "steps": summary["step"],
         "loss": summary["loss"],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,3 +46,33 @@ def test_two_variants_and_a_third_later(
     words[1] = "7"
     assert ablate.main([*two, *words]) == 2
     assert "other settings" in capsys.readouterr().err
+
+
+def test_a_variant_that_was_stopped_is_not_a_result(
+    overrides: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keep = [o for o in overrides if not o.startswith(("run.", "optim.steps"))]
+    words = ["--steps", "6", "--limit", "4", "--anchors", "4", "--builders", "exact", *keep]
+    two = ["--variant", "base:", "--variant", "none:draft.path_head=none"]
+    assert ablate.main([*two, *words, "--out", str(tmp_path / "straight")]) == 0
+    straight = json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    step, calls = ablate.Trainer.to_batch, []
+
+    def interrupted(self: Any, arrays: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return step(self, arrays)
+
+    monkeypatch.setattr(ablate.Trainer, "to_batch", interrupted)
+    out = ["--out", str(tmp_path / "cut")]
+    assert ablate.main([*two, *words, *out]) == 1
+    assert "SIGTERM at step" in capsys.readouterr().err
+    assert not (tmp_path / "cut" / "ablation.json").exists()
+    assert not (tmp_path / "cut" / "none").exists()
+    assert ablate.main([*two, *words, *out]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == straight
