@@ -159,10 +159,6 @@ def _dumping(dump: Path) -> Iterator[None]:
         "MOSAIC_GPU_DUMP_TO": str(dump),
         "MOSAIC_GPU_DUMP_MLIR_PASSES": "0",  # 40 MB a kernel
     }
-    disassembler = _tool("nvdisasm")  # Mosaic's compiler calls it by name when it dumps
-    if disassembler is not None:
-        folder = str(Path(disassembler).parent)
-        ours["PATH"] = f"{os.environ.get('PATH', '')}{os.pathsep}{folder}"
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
     try:
