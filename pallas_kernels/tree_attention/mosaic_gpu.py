@@ -211,7 +211,15 @@ def _chunks_of_cache(k: Any, pages: Any, page: int) -> int:
 
 
 def _join_segments(
-    sums: Any, top: Any, total: Any, extent: Any, out: Any, *, dim: int, segment: int
+    sums: Any,
+    top: Any,
+    total: Any,
+    extent: Any,
+    out: Any,
+    out_smem: Any,
+    *,
+    dim: int,
+    segment: int,
 ) -> None:
     """One block: the segments of a tile of rows, folded in their order."""
     b, h, t = (lax.axis_index(name) for name in ("b", "h", "t"))
@@ -240,7 +248,10 @@ def _join_segments(
     none = mosaic.layout_cast(jnp.zeros((ROWS,), jnp.float32), of_row)
     values, norm = lax.fori_loop(0, count, add, (zero, none))
     norm = jnp.where(norm > 0, norm, 1.0)  # a row that saw nothing has zero values
-    out[b, h, rows] = (values / lax.broadcast_in_dim(norm, values.shape, (0,))).astype(out.dtype)
+    out_smem[...] = (values / lax.broadcast_in_dim(norm, values.shape, (0,))).astype(out.dtype)
+    mosaic.commit_smem()
+    mosaic.copy_smem_to_gmem(out_smem, out.at[b, h, rows])
+    mosaic.wait_smem_to_gmem(0)
 
 
 def unsupported(
@@ -348,6 +359,7 @@ def tree_attention(
     out = mosaic.kernel(
         functools.partial(_join_segments, dim=dim, segment=segment),
         out_type=jax.ShapeDtypeStruct(packed.shape, q.dtype),
+        scratch_types=[shared(ROWS, dim)],
         grid=(batch, heads, tiles),
         grid_names=("b", "h", "t"),
         compiler_params=mosaic.CompilerParams(approx_math=True),
