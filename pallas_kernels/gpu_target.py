@@ -41,6 +41,13 @@ class GpuTarget:
 TARGETS = {
     "h100": GpuTarget("NVIDIA H100 80GB HBM3", 132, 84_942_979_072, 3.352e12, 989e12),
     "h200": GpuTarget("NVIDIA H200", 132, 150_754_820_096, 4.8e12, 989e12),
+    "rtx-pro-6000": GpuTarget(
+        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+        188,
+        102_005_473_280,
+        1.792e12,
+        503.8e12,
+    ),
 }
 _REMEDY = "install them with `uv pip install --no-deps -r requirements/gpu-compile.txt`"
 
