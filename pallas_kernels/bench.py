@@ -219,10 +219,10 @@ def print_measured(document: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    limits = f"{document['bandwidth'] / 1e12:.2f} TB/s, {document['bf16_flops'] / 1e12:.0f} TFLOP/s"
     table = Table(
         title=f"{document['device']}: {_subtitle(document)}",
-        caption=f"ms, best of {document['repeats']}; measured {document['bandwidth'] / 1e12:.2f} TB/s "
-        f"and {document['bf16_flops'] / 1e12:.0f} bf16 TFLOP/s",
+        caption=f"ms, best of {document['repeats']}; measured limits {limits}",
         title_justify="left",
         caption_justify="left",
     )

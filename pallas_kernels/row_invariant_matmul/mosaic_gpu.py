@@ -1,0 +1,240 @@
+"""Projection on Hopper: the weight streams through shared memory once, rows stand by (wgmma, TMA).
+
+A block owns `block_n` outputs and one part of K. Rows lie on wgmma's M, 64 at a time, whatever M
+is: rows that are not there are zeros that the bulk copy fills in, and rows past 64 are further
+wgmmas of the same shape on the same weight tile. So each row meets the same instructions, m64 x
+block_n x 16, in the same order of k, and its bits cannot depend on M. The other way round (outputs
+on M, rows on N of 8 to 256) would multiply less padding, but its instruction changes with M; and
+padding costs no time here: at 64 rows a Hopper multiplies 64 times a weight's elements in a quarter
+of the time in which they arrive (`roofline`).
+
+Parts of K are kept apart in memory and added from left to right by XLA, which fuses that into
+whatever follows. What is left to the hardware, that a wgmma treats its 64 rows alike, is what
+the tests with marker `gpu` look at.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import mosaic
+from pallas_kernels.native import KernelError
+from pallas_kernels.row_invariant_matmul import specs
+
+_WIDE = 128  # most rows of a block: two accumulators of 64 x 128 are half of the registers
+_STORE = 64  # outputs of a store
+
+
+def matmul(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    inputs_first: bool = False,
+    tiling: specs.Tiling | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """x @ w.T with float32 sums; the bits of a row depend on that row and the weight alone.
+
+    Args:
+      x: [M, K] bfloat16, any M.
+      w: [N, K] bfloat16, N and K multiples of 64; [K, N] where `inputs_first`.
+      inputs_first: how the weight is stored.
+      tiling: None: `specs.tiling`.
+      interpret: `mosaic.interpret_params()` on a machine without a GPU.
+
+    Returns:
+      [M, N] float32.
+
+    Raises:
+      KernelError: shapes or dtypes that the kernel does not take.
+    """
+    n, k = w.shape[::-1] if inputs_first else w.shape
+    tiling = _check(x, w, n, k, tiling)
+    if x.shape[0] == 0:
+        return jnp.zeros((0, n), jnp.float32)
+    rows = specs.ROW_BLOCK if x.shape[0] <= specs.ROW_BLOCK else _WIDE
+    parts = _launch(x, w, None, n, rows, inputs_first, tiling, interpret)
+    return add_parts(parts)
+
+
+def grouped_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    experts: jax.Array,
+    *,
+    tiling: specs.Tiling | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """Row i times the weight of its expert, with the promise of `matmul`.
+
+    Rows are sorted into blocks of 64 of one expert each; the weights of experts that no row wants
+    are not read.
+
+    Args:
+      x: [A, K] bfloat16, a row for every (token, chosen expert).
+      w: [E, N, K] bfloat16.
+      experts: [A] int32 in 0..E - 1.
+      tiling, interpret: as in `matmul`.
+
+    Returns:
+      [A, N] float32.
+
+    Raises:
+      KernelError: shapes or dtypes that the kernel does not take.
+    """
+    count, n, k = w.shape
+    tiling = _check(x, w, n, k, tiling or specs.tiling(n, k, split=False))
+    if x.shape[0] == 0:
+        return jnp.zeros((0, n), jnp.float32)
+    place, expert_of_block = group_rows(experts, count)
+    size = expert_of_block.shape[0] * specs.ROW_BLOCK
+    sorted_rows = jnp.zeros((size, k), x.dtype).at[place].set(x)
+    parts = _launch(sorted_rows, w, expert_of_block, n, specs.ROW_BLOCK, False, tiling, interpret)
+    return add_parts(parts[:, place])
+
+
+def group_rows(experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Places of rows sorted by expert, each expert's rows from the beginning of a block of 64.
+
+    Args:
+      experts: [A] int32 in 0..count - 1, A at least 1.
+      count: E.
+
+    Returns:
+      [A] int32, the place of each row, and [blocks] int32, the expert of each block, -1 past the
+      last one in use.
+    """
+    block, total = specs.ROW_BLOCK, experts.shape[0]
+    blocks = min(count, total) + total // block  # no split of `total` rows needs more
+    ids = jnp.arange(count, dtype=jnp.int32)
+    mine = (experts[:, None] == ids[None, :]).astype(jnp.int32)  # [A, E]
+    before = jnp.cumsum(mine, axis=0) - mine
+    rank = jnp.sum(before * mine, axis=1)
+    needed = (mine.sum(axis=0) + (block - 1)) // block
+    end = jnp.cumsum(needed)
+    place = jnp.sum((end - needed)[None, :] * mine, axis=1) * block + rank
+    at = jnp.arange(blocks, dtype=jnp.int32)
+    owner = jnp.sum((end[None, :] <= at[:, None]).astype(jnp.int32), axis=1)
+    return place, jnp.where(at < end[-1], owner, -1)
+
+
+def add_parts(parts: jax.Array) -> jax.Array:
+    """Sum over the first axis from left to right: XLA does not reorder additions."""
+    return functools.reduce(jnp.add, [parts[s] for s in range(parts.shape[0])])
+
+
+def _check(x: jax.Array, w: jax.Array, n: int, k: int, tiling: specs.Tiling | None) -> specs.Tiling:
+    tiling = tiling or specs.tiling(n, k)
+    if x.ndim != 2 or x.shape[1] != k or x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16:
+        raise KernelError(
+            f"{specs.OP}: x {x.dtype}{list(x.shape)} and w {w.dtype}{list(w.shape)} do not fit; "
+            f"need bfloat16 [M, {k}] and bfloat16"
+        )
+    if tiling is None:
+        raise KernelError(
+            f"{specs.OP}: the GPU kernel takes multiples of 64, not a weight [{n}, {k}]; use 'xla'"
+        )
+    if n % tiling.block_n or k % (tiling.block_k * tiling.splits):
+        raise KernelError(f"{specs.OP}: {tiling} does not divide a weight [{n}, {k}]")
+    return tiling
+
+
+def _launch(
+    x: jax.Array,
+    w: jax.Array,
+    expert_of_block: jax.Array | None,
+    n: int,
+    rows: int,
+    inputs_first: bool,
+    tiling: specs.Tiling,
+    interpret: Any,
+) -> jax.Array:
+    """Sums of each part of K: [splits, M, n] float32. Blocks of an expert -1 are left unwritten."""
+    block_n, block_k, splits, stages = tiling
+    steps = x.shape[1] // block_k // splits
+    operand = mosaic.swizzled(x.dtype)
+
+    def body(*refs: Any) -> None:
+        *expert_ref, x_ref, w_ref, out_ref, staging = refs
+        column, part, block = (lax.axis_index(name) for name in ("column", "part", "block"))
+
+        def tile(step: Any) -> tuple[Any, Any]:
+            at = part * steps + step
+            return (at, column) if inputs_first else (column, at)
+
+        def run(*accumulators: Any, w_ref: Any) -> None:
+            def multiply(_: Any, x_tile: Any, w_tile: Any) -> None:
+                w_tile = w_tile if inputs_first else mosaic.transposed(w_tile)
+                for i, acc in enumerate(accumulators):  # one shape of wgmma, whatever M is
+                    own = x_tile.at[i * specs.ROW_BLOCK : (i + 1) * specs.ROW_BLOCK]
+                    mosaic.wgmma(acc, own, w_tile)
+                mosaic.wgmma_wait(len(accumulators))  # those of the step before are done
+
+            mosaic.emit_pipeline(
+                multiply,
+                grid=(steps,),
+                in_specs=[
+                    mosaic.BlockSpec(
+                        (rows, block_k),
+                        lambda step: (block, part * steps + step),
+                        transforms=operand,
+                        delay_release=1,
+                    ),
+                    mosaic.BlockSpec(
+                        (block_k, block_n) if inputs_first else (block_n, block_k),
+                        tile,
+                        transforms=operand,
+                        delay_release=1,
+                    ),
+                ],
+                max_concurrent_steps=min(stages, steps),
+            )(x_ref, w_ref)
+            for i, acc in enumerate(accumulators):
+                sums = acc[...]
+                first = block * rows + i * specs.ROW_BLOCK
+                for c in range(0, block_n, _STORE):
+                    mosaic.wait_smem_to_gmem(0, wait_read_only=True)
+                    staging[...] = sums[:, c : c + _STORE]
+                    mosaic.commit_smem()
+                    mosaic.copy_smem_to_gmem(
+                        staging,
+                        out_ref.at[
+                            part,
+                            mosaic.ds(first, specs.ROW_BLOCK),
+                            mosaic.ds(column * block_n + c, _STORE),
+                        ],
+                    )
+            mosaic.wait_smem_to_gmem(0)
+
+        def scoped(w_ref: Any) -> None:
+            mosaic.run_scoped(
+                functools.partial(run, w_ref=w_ref),
+                *[mosaic.ACC((specs.ROW_BLOCK, block_n), jnp.float32)] * (rows // specs.ROW_BLOCK),
+            )
+
+        if not expert_ref:
+            scoped(w_ref)
+            return
+        expert = expert_ref[0][block]
+        mosaic.when(expert >= 0)(lambda: scoped(w_ref.at[expert]))
+
+    kernel = mosaic.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((splits, x.shape[0], n), jnp.float32),
+        scratch_types=[
+            # one, so that two blocks fit a multiprocessor
+            mosaic.SMEM(
+                (specs.ROW_BLOCK, _STORE), jnp.float32, transforms=mosaic.swizzled(jnp.float32)
+            )
+        ],
+        # the last axis runs fastest: blocks of rows that share a weight tile follow each other
+        grid=(n // block_n, splits, -(-x.shape[0] // rows)),
+        grid_names=("column", "part", "block"),
+        interpret=interpret,
+    )
+    return kernel(x, w) if expert_of_block is None else kernel(expert_of_block, x, w)
