@@ -16,6 +16,7 @@ the tests with marker `gpu` look at.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -57,7 +58,7 @@ def matmul(
     tiling = _check(x, w, n, k, tiling)
     if x.shape[0] == 0:
         return jnp.zeros((0, n), jnp.float32)
-    rows = specs.ROW_BLOCK if x.shape[0] <= specs.ROW_BLOCK else _WIDE
+    rows = rows_of_block(x.shape[0])
     parts = _launch(x, w, None, n, rows, inputs_first, tiling, interpret)
     return add_parts(parts)
 
@@ -155,73 +156,34 @@ def _launch(
     interpret: Any,
 ) -> jax.Array:
     """Sums of each part of K: [splits, M, n] float32. Blocks of an expert -1 are left unwritten."""
-    block_n, block_k, splits, stages = tiling
-    steps = x.shape[1] // block_k // splits
-    operand = mosaic.swizzled(x.dtype)
+    block_n, _, splits, _ = tiling
 
     def body(*refs: Any) -> None:
         *expert_ref, x_ref, w_ref, out_ref, staging = refs
         column, part, block = (lax.axis_index(name) for name in ("column", "part", "block"))
 
-        def tile(step: Any) -> tuple[Any, Any]:
-            at = part * steps + step
-            return (at, column) if inputs_first else (column, at)
-
-        def run(*accumulators: Any, w_ref: Any) -> None:
-            def multiply(_: Any, x_tile: Any, w_tile: Any) -> None:
-                w_tile = w_tile if inputs_first else mosaic.transposed(w_tile)
-                for i, acc in enumerate(accumulators):  # one shape of wgmma, whatever M is
-                    own = x_tile.at[i * specs.ROW_BLOCK : (i + 1) * specs.ROW_BLOCK]
-                    mosaic.wgmma(acc, own, w_tile)
-                mosaic.wgmma_wait(len(accumulators))  # those of the step before are done
-
-            mosaic.emit_pipeline(
-                multiply,
-                grid=(steps,),
-                in_specs=[
-                    mosaic.BlockSpec(
-                        (rows, block_k),
-                        lambda step: (block, part * steps + step),
-                        transforms=operand,
-                        delay_release=1,
-                    ),
-                    mosaic.BlockSpec(
-                        (block_k, block_n) if inputs_first else (block_n, block_k),
-                        tile,
-                        transforms=operand,
-                        delay_release=1,
-                    ),
-                ],
-                max_concurrent_steps=min(stages, steps),
-            )(x_ref, w_ref)
-            for i, acc in enumerate(accumulators):
-                sums = acc[...]
+        def store(w_ref: Any) -> None:
+            def finish(i: int, sums: jax.Array) -> None:
                 first = block * rows + i * specs.ROW_BLOCK
                 for c in range(0, block_n, _STORE):
                     mosaic.wait_smem_to_gmem(0, wait_read_only=True)
                     staging[...] = sums[:, c : c + _STORE]
                     mosaic.commit_smem()
-                    mosaic.copy_smem_to_gmem(
-                        staging,
-                        out_ref.at[
-                            part,
-                            mosaic.ds(first, specs.ROW_BLOCK),
-                            mosaic.ds(column * block_n + c, _STORE),
-                        ],
-                    )
+                    to = out_ref.at[
+                        part,
+                        mosaic.ds(first, specs.ROW_BLOCK),
+                        mosaic.ds(column * block_n + c, _STORE),
+                    ]
+                    mosaic.copy_smem_to_gmem(staging, to)
+
+            stream(x_ref, w_ref, finish, rows, block, column, part, tiling, inputs_first)
             mosaic.wait_smem_to_gmem(0)
 
-        def scoped(w_ref: Any) -> None:
-            mosaic.run_scoped(
-                functools.partial(run, w_ref=w_ref),
-                *[mosaic.ACC((specs.ROW_BLOCK, block_n), jnp.float32)] * (rows // specs.ROW_BLOCK),
-            )
-
         if not expert_ref:
-            scoped(w_ref)
+            store(w_ref)
             return
         expert = expert_ref[0][block]
-        mosaic.when(expert >= 0)(lambda: scoped(w_ref.at[expert]))
+        mosaic.when(expert >= 0)(lambda: store(w_ref.at[expert]))
 
     kernel = mosaic.kernel(
         body,
@@ -238,3 +200,72 @@ def _launch(
         interpret=interpret,
     )
     return kernel(x, w) if expert_of_block is None else kernel(expert_of_block, x, w)
+
+
+def rows_of_block(count: int) -> int:
+    """Rows of one block of a kernel over `count` rows: a function of the grid, not of the bits."""
+    return specs.ROW_BLOCK if count <= specs.ROW_BLOCK else _WIDE
+
+
+def stream(
+    x_ref: Any,
+    w_ref: Any,
+    finish: Callable[[int, jax.Array], None],
+    rows: int,
+    block: Any,
+    column: Any,
+    part: Any,
+    tiling: specs.Tiling,
+    inputs_first: bool = False,
+) -> None:
+    """Sums of `rows` rows with the weight tile of one block, inside of a kernel.
+
+    Args:
+      x_ref: [M, K] bfloat16 in device memory; rows past M are zeros.
+      w_ref: [N, K], or [K, N] where `inputs_first`.
+      finish: called for each 64 rows with their number and [64, block_n] float32 sums.
+      rows: 64 or 128 rows of this block.
+      block, column, part: which rows, outputs and part of K.
+      tiling: of the weight.
+      inputs_first: how the weight is stored.
+    """
+    block_n, block_k, splits, stages = tiling
+    steps = x_ref.shape[1] // block_k // splits
+    operand = mosaic.swizzled(jnp.bfloat16)
+
+    def tile(step: Any) -> tuple[Any, Any]:
+        at = part * steps + step
+        return (at, column) if inputs_first else (column, at)
+
+    def run(*accumulators: Any) -> None:
+        def multiply(_: Any, x_tile: Any, w_tile: Any) -> None:
+            w_tile = w_tile if inputs_first else mosaic.transposed(w_tile)
+            for i, acc in enumerate(accumulators):  # one shape of wgmma, whatever M is
+                own = x_tile.at[i * specs.ROW_BLOCK : (i + 1) * specs.ROW_BLOCK]
+                mosaic.wgmma(acc, own, w_tile)
+            mosaic.wgmma_wait(len(accumulators))  # those of the step before are done
+
+        mosaic.emit_pipeline(
+            multiply,
+            grid=(steps,),
+            in_specs=[
+                mosaic.BlockSpec(
+                    (rows, block_k),
+                    lambda step: (block, part * steps + step),
+                    transforms=operand,
+                    delay_release=1,
+                ),
+                mosaic.BlockSpec(
+                    (block_k, block_n) if inputs_first else (block_n, block_k),
+                    tile,
+                    transforms=operand,
+                    delay_release=1,
+                ),
+            ],
+            max_concurrent_steps=stages,
+        )(x_ref, w_ref)
+        for i, acc in enumerate(accumulators):
+            finish(i, acc[...])
+
+    accumulators = [mosaic.ACC((specs.ROW_BLOCK, block_n), jnp.float32)]
+    mosaic.run_scoped(run, *accumulators * (rows // specs.ROW_BLOCK))
