@@ -59,8 +59,8 @@ def matmul(
     if x.shape[0] == 0:
         return jnp.zeros((0, n), jnp.float32)
     rows = rows_of_block(x.shape[0])
-    parts = _launch(x, w, None, n, rows, inputs_first, tiling, interpret)
-    return add_parts(parts)
+    parts = _launch(whole_tiles(x), w, None, n, rows, inputs_first, tiling, interpret)
+    return add_parts(parts[:, : x.shape[0]])
 
 
 def grouped_matmul(
@@ -202,6 +202,12 @@ def _launch(
     return kernel(x, w) if expert_of_block is None else kernel(expert_of_block, x, w)
 
 
+def whole_tiles(x: jax.Array) -> jax.Array:
+    """Rows as the bulk copy takes them: up to 8, or a multiple of 8. Zeros are added."""
+    more = -x.shape[0] % 8
+    return x if x.shape[0] <= 8 or not more else jnp.pad(x, ((0, more), (0, 0)))
+
+
 def rows_of_block(count: int) -> int:
     """Rows of one block of a kernel over `count` rows: a function of the grid, not of the bits."""
     return specs.ROW_BLOCK if count <= specs.ROW_BLOCK else _WIDE
@@ -221,7 +227,7 @@ def stream(
     """Sums of `rows` rows with the weight tile of one block, inside of a kernel.
 
     Args:
-      x_ref: [M, K] bfloat16 in device memory; rows past M are zeros.
+      x_ref: [M, K] bfloat16 in device memory, from `whole_tiles`; rows past M are zeros.
       w_ref: [N, K], or [K, N] where `inputs_first`.
       finish: called for each 64 rows with their number and [64, block_n] float32 sums.
       rows: 64 or 128 rows of this block.

@@ -152,7 +152,7 @@ def _launch(
         grid_names=("column", "block"),
         interpret=interpret,
     )
-    best, ids, second = kernel(hidden, head, *extras)
+    best, ids, second = kernel(matmul.whole_tiles(hidden), head, *extras)
     return best, ids, second
 
 
