@@ -15,7 +15,6 @@ the tests with marker `gpu` look at.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mosaic
-from pallas_kernels.native import KernelError
 from pallas_kernels.row_invariant_matmul import specs
+from pallas_kernels.row_invariant_matmul.gpu import add_parts, check, group_rows
 
 _WIDE = 128  # most rows of a block: two accumulators of 64 x 128 are half of the registers
 _STORE = 64  # outputs of a store
@@ -55,7 +54,7 @@ def matmul(
       KernelError: shapes or dtypes that the kernel does not take.
     """
     n, k = w.shape[::-1] if inputs_first else w.shape
-    tiling = _check(x, w, n, k, tiling)
+    tiling = check(x, w, n, k, tiling)
     if x.shape[0] == 0:
         return jnp.zeros((0, n), jnp.float32)
     rows = rows_of_block(x.shape[0])
@@ -89,7 +88,7 @@ def grouped_matmul(
       KernelError: shapes or dtypes that the kernel does not take.
     """
     count, n, k = w.shape
-    tiling = _check(x, w, n, k, tiling or specs.tiling(n, k, split=False))
+    tiling = check(x, w, n, k, tiling or specs.tiling(n, k, split=False))
     if x.shape[0] == 0:
         return jnp.zeros((0, n), jnp.float32)
     place, expert_of_block = group_rows(experts, count)
@@ -97,52 +96,6 @@ def grouped_matmul(
     sorted_rows = jnp.zeros((size, k), x.dtype).at[place].set(x)
     parts = _launch(sorted_rows, w, expert_of_block, n, specs.ROW_BLOCK, False, tiling, interpret)
     return add_parts(parts[:, place])
-
-
-def group_rows(experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Places of rows sorted by expert, each expert's rows from the beginning of a block of 64.
-
-    Args:
-      experts: [A] int32 in 0..count - 1, A at least 1.
-      count: E.
-
-    Returns:
-      [A] int32, the place of each row, and [blocks] int32, the expert of each block, -1 past the
-      last one in use.
-    """
-    block, total = specs.ROW_BLOCK, experts.shape[0]
-    blocks = min(count, total) + total // block  # no split of `total` rows needs more
-    ids = jnp.arange(count, dtype=jnp.int32)
-    mine = (experts[:, None] == ids[None, :]).astype(jnp.int32)  # [A, E]
-    before = jnp.cumsum(mine, axis=0) - mine
-    rank = jnp.sum(before * mine, axis=1)
-    needed = (mine.sum(axis=0) + (block - 1)) // block
-    end = jnp.cumsum(needed)
-    place = jnp.sum((end - needed)[None, :] * mine, axis=1) * block + rank
-    at = jnp.arange(blocks, dtype=jnp.int32)
-    owner = jnp.sum((end[None, :] <= at[:, None]).astype(jnp.int32), axis=1)
-    return place, jnp.where(at < end[-1], owner, -1)
-
-
-def add_parts(parts: jax.Array) -> jax.Array:
-    """Sum over the first axis from left to right: XLA does not reorder additions."""
-    return functools.reduce(jnp.add, [parts[s] for s in range(parts.shape[0])])
-
-
-def _check(x: jax.Array, w: jax.Array, n: int, k: int, tiling: specs.Tiling | None) -> specs.Tiling:
-    tiling = tiling or specs.tiling(n, k)
-    if x.ndim != 2 or x.shape[1] != k or x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16:
-        raise KernelError(
-            f"{specs.OP}: x {x.dtype}{list(x.shape)} and w {w.dtype}{list(w.shape)} do not fit; "
-            f"need bfloat16 [M, {k}] and bfloat16"
-        )
-    if tiling is None:
-        raise KernelError(
-            f"{specs.OP}: the GPU kernel takes multiples of 64, not a weight [{n}, {k}]; use 'xla'"
-        )
-    if n % tiling.block_n or k % (tiling.block_k * tiling.splits):
-        raise KernelError(f"{specs.OP}: {tiling} does not divide a weight [{n}, {k}]")
-    return tiling
 
 
 def _launch(

@@ -11,7 +11,7 @@ Qwen3's head would repeat it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,21 +20,12 @@ from jax import lax
 
 from pallas_kernels import mosaic
 from pallas_kernels.gumbel_noise.on_chip import gumbel
-from pallas_kernels.native import KernelError
 from pallas_kernels.row_invariant_matmul import mosaic_gpu as matmul
 from pallas_kernels.row_invariant_matmul import specs as matmul_specs
-from pallas_kernels.verify_head import specs
+from pallas_kernels.verify_head.gpu import Sampling, check, combine, row_fields
 
 _BLOCK = matmul_specs.ROW_BLOCK
 _NEVER = np.iinfo(np.int32).max
-_BF16 = jnp.dtype(jnp.bfloat16)
-
-
-class Sampling(NamedTuple):
-    """Per row, for argmax(logits / temperature + noise(key, id))."""
-
-    keys: jax.Array  # [M, 2] uint32 of (seed, position): `jetspec_jax.sampling.position_key`
-    temperature: jax.Array  # [M] float32, 0: greedy, without noise
 
 
 def verify_head(
@@ -59,36 +50,12 @@ def verify_head(
     Raises:
       KernelError: shapes or dtypes that the kernel does not take.
     """
-    m, width = hidden.shape
-    tiling = specs.tiling(head.shape[0], width)
-    if tiling is None or head.shape[1] != width or {hidden.dtype, head.dtype} != {_BF16}:
-        raise KernelError(
-            f"{specs.OP}: hidden {hidden.dtype}{list(hidden.shape)} and head "
-            f"{head.dtype}{list(head.shape)}: the GPU kernel needs bfloat16 and multiples of 64"
-        )
+    m, tiling = hidden.shape[0], check(hidden, head)
     if m == 0:
         empty = jnp.zeros((0,), jnp.float32)
         return empty.astype(jnp.int32), empty, empty
     best, ids, second = _launch(hidden, head, sampling, tiling, interpret)
     return combine(best[:, :m], ids[:, :m], second[:, :m])
-
-
-def combine(
-    best: jax.Array, ids: jax.Array, second: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Best of the blocks: [blocks, M] each -> id, logit and margin [M]. Blocks hold rising ids, so
-    the first block among equals holds the lowest."""
-    block = jnp.argmax(best, axis=0)
-
-    def at_block(x: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(x, block[None], axis=0)[0]
-
-    others = jnp.where(
-        lax.broadcasted_iota(block.dtype, best.shape, 0) == block[None], -jnp.inf, best
-    )
-    value = at_block(best)
-    margin = value - jnp.maximum(at_block(second), others.max(axis=0))
-    return at_block(ids), value, margin
 
 
 def _launch(
@@ -107,10 +74,7 @@ def _launch(
     of_row = layout.reduce(1)
     extras: tuple[jax.Array, ...] = ()
     if sampling is not None:
-        warm = sampling.temperature > 0
-        scale = jnp.where(warm, 1.0 / jnp.where(warm, sampling.temperature, 1.0), 1.0)
-        fields = (*sampling.keys.T, scale.astype(jnp.float32), warm.astype(jnp.float32))
-        extras = tuple(jnp.pad(x, (0, padded - m)) for x in fields)
+        extras = tuple(jnp.pad(x, (0, padded - m)) for x in row_fields(sampling))
 
     def body(*refs: Any) -> None:
         x_ref, w_ref, *rest = refs

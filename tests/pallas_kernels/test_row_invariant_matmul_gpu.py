@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pallas_kernels import mosaic
 from pallas_kernels.gpu_target import TARGETS, on_abstract
 from pallas_kernels.native import KernelError
-from pallas_kernels.row_invariant_matmul import mosaic_gpu, reference, specs
+from pallas_kernels.row_invariant_matmul import gpu, mosaic_gpu, reference, specs
 
 N, K = 128, 256
 TILING = specs.Tiling(64, 64, 2, 2)
@@ -83,7 +83,7 @@ def test_weight_stored_inputs_first() -> None:
 def test_parts_of_k_are_added_from_left_to_right() -> None:
     """2^24 + 1 - 2^24 in this order loses the 1; in another it would not."""
     parts = jnp.asarray([2.0**24, 1.0, -(2.0**24)], jnp.float32).reshape(3, 1, 1)
-    assert float(jax.jit(mosaic_gpu.add_parts)(parts)[0, 0]) == 0.0
+    assert float(jax.jit(gpu.add_parts)(parts)[0, 0]) == 0.0
 
 
 def grouped(x: jax.Array, w: jax.Array, experts: np.ndarray, races: bool = False) -> np.ndarray:
@@ -109,7 +109,7 @@ def test_grouped_rows_meet_their_expert() -> None:
     assert grouped(x[:0], w, experts[:0]).shape == (0, 64)
 
 
-_group_rows = jax.jit(lambda ids: mosaic_gpu.group_rows(ids, 7))
+_group_rows = jax.jit(lambda ids: gpu.group_rows(ids, 7))
 
 
 @settings(max_examples=30)
