@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from pallas_kernels import triton_lib
+from pallas_kernels import triton_call
 from pallas_kernels.build_tree import specs
 from pallas_kernels.build_tree.reference import Nodes
 from pallas_kernels.native import KernelError
@@ -63,11 +63,11 @@ def tree_kernel(
         tl.store(out_depth_ptr + to, tl.where(live, depth, 0))
         tl.store(out_score_ptr + to, best)
         tl.store(out_rank_ptr + to, tl.where(live, rank, -1))
-        mine = (owner == place) & live & (depth < D)
+        # where no node is left, `best` is -inf, and so is all that follows from it
+        mine = owner == tl.where(depth < D, place, -1)
         row = table_ptr + depth * W * W + rank * W + rank_of
         children = best + tl.load(row, mask=mine, other=-float("inf"))
-        taken = (entry == at) & live
-        score = tl.where(mine, children, tl.where(taken, -float("inf"), score))
+        score = tl.where(mine, children, tl.where(entry == at, -float("inf"), score))
         level = tl.where(mine, depth + 1, level)
 
 
@@ -85,11 +85,13 @@ def build_tree(tokens: jax.Array, table: jax.Array, root: jax.Array, nodes: int)
             f"{specs.MAX_FRONTIER} children; use 'xla'"
         )
     kinds = (jnp.int32, jnp.int32, jnp.int32, jnp.float32, jnp.int32)
-    found = triton_lib.call(
+    found = triton_call.call(
         tree_kernel,
-        (tokens, table, root),
-        [jax.ShapeDtypeStruct((batch, nodes), kind) for kind in kinds],
-        (batch,),
+        tokens,
+        table,
+        root,
+        out_type=tuple(jax.ShapeDtypeStruct((batch, nodes), kind) for kind in kinds),
+        grid=(batch,),
         num_warps=4,
         num_stages=1,
         N=nodes,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from pallas_kernels import triton_lib
+from pallas_kernels import triton_call
 from pallas_kernels.row_invariant_matmul import specs
 from pallas_kernels.row_invariant_matmul.gpu import add_parts, check, group_rows
 
@@ -109,11 +109,14 @@ def _launch(
 ) -> jax.Array:
     m, k = x.shape
     block_n, block_k, splits, _ = tiling
-    return triton_lib.call(
+    return triton_call.call(
         matmul_kernel,
-        (x, w, owner, jnp.full((1,), m, jnp.int32)),
-        jax.ShapeDtypeStruct((splits, m, n), jnp.float32),
-        (-(-m // specs.ROW_BLOCK), n // block_n, splits),
+        x,
+        w,
+        owner,
+        jnp.full((1,), m, jnp.int32),
+        out_type=jax.ShapeDtypeStruct((splits, m, n), jnp.float32),
+        grid=(-(-m // specs.ROW_BLOCK), n // block_n, splits),
         num_warps=WARPS,
         num_stages=STAGES,
         N=n,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from pallas_kernels import triton_lib
+from pallas_kernels import triton_call
 from pallas_kernels.row_invariant_matmul import specs as matmul_specs
 from pallas_kernels.row_invariant_matmul.triton import STAGES, WARPS, product
 from pallas_kernels.verify_head.gpu import Sampling, check, combine, row_fields
@@ -95,12 +95,15 @@ def verify_head(
     blocks = head.shape[0] // tiling.block_n
     none = jnp.zeros((1,), jnp.float32)
     fields = row_fields(sampling) if sampling is not None else (none,) * 4
-    shapes = [jax.ShapeDtypeStruct((blocks, m), t) for t in (jnp.float32, jnp.int32, jnp.float32)]
-    found = triton_lib.call(
+    kinds = (jnp.float32, jnp.int32, jnp.float32)
+    found = triton_call.call(
         verify_kernel,
-        (hidden, head, jnp.full((1,), m, jnp.int32), *fields),
-        shapes,
-        (-(-m // matmul_specs.ROW_BLOCK), blocks),
+        hidden,
+        head,
+        jnp.full((1,), m, jnp.int32),
+        *fields,
+        out_type=tuple(jax.ShapeDtypeStruct((blocks, m), t) for t in kinds),
+        grid=(-(-m // matmul_specs.ROW_BLOCK), blocks),
         num_warps=WARPS if sampling is None else 2 * WARPS,  # registers for the noise
         num_stages=STAGES,
         K=k,
