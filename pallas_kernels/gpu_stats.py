@@ -10,11 +10,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import importlib.util
 import os
 import re
-import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -174,12 +173,10 @@ def _dumping(dump: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _dumping_triton(dump: Path) -> Iterator[None]:
-    library: Any = sys.modules.get(
-        "jax_triton.triton_lib"
-    )  # not imported: no Triton kernel was traced
-    if library is None:
+    if importlib.util.find_spec("jax_triton") is None:
         yield
         return
+    library: Any = importlib.import_module("jax_triton.triton_lib")
     dump.mkdir()
     # it writes what it compiles, and compiles what it does not remember
     remembered: Any = collections.defaultdict(dict)
@@ -192,19 +189,6 @@ def _dumping_triton(dump: Path) -> Iterator[None]:
     finally:
         library._JAX_TRITON_DUMP_DIR = folder
         library.TritonFunction._kernel_cache = cache
-
-
-def _tool(name: str) -> str | None:
-    """Path of one of NVIDIA's tools: on PATH, in their packages, or in Triton's."""
-    found = shutil.which(name)
-    if found:
-        return found
-    for root in sys.path:
-        for folder in ("nvidia/cu13/bin", "triton/backends/nvidia/bin"):
-            path = Path(root) / folder / name
-            if path.is_file():
-                return str(path)
-    return None
 
 
 def _count(sass: str) -> dict[str, int]:
@@ -252,7 +236,7 @@ def _triton_kernels(dump: Path, target: GpuTarget) -> list[KernelStats]:
 
 def _assemble(ptx: Path, target: GpuTarget) -> tuple[str, str]:
     """(ptxas' report, machine code in text form or nothing)."""
-    ptxas = _tool("ptxas")
+    ptxas = gpu_target.tool("ptxas")
     if ptxas is None:
         raise GpuToolsError(f"ptxas was not found; {gpu_target.REMEDY}")
     cubin = ptx.with_suffix(".cubin")
@@ -260,7 +244,7 @@ def _assemble(ptx: Path, target: GpuTarget) -> tuple[str, str]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise GpuToolsError(f"ptxas refused {ptx.name}: {done.stderr.strip().splitlines()[-1]}")
-    disassembler = _tool("nvdisasm")
+    disassembler = gpu_target.tool("nvdisasm")
     if disassembler is None:
         return done.stdout + done.stderr, ""
     sass = subprocess.run(

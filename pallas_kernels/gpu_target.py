@@ -106,7 +106,7 @@ device_description_str: "{target.name}"
 
 
 def _find_tools() -> None:
-    """Puts ptxas on PATH.
+    """Puts ptxas on PATH, the installed package's before any other: it knows the newest PTX.
 
     Raises:
         GpuToolsError: the plugin or ptxas is missing.
@@ -115,15 +115,28 @@ def _find_tools() -> None:
         "jax_plugins.xla_cuda13"
     ):
         raise GpuToolsError(f"JAX's CUDA compiler (jax-cuda13-plugin) is not installed; {REMEDY}")
-    if shutil.which("ptxas"):
-        return
-    spec = importlib.util.find_spec("nvidia")
-    for root in spec.submodule_search_locations or () if spec else ():
-        folder = Path(root) / "cu13" / "bin"
-        if (folder / "ptxas").is_file():
-            os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
-            return
-    raise GpuToolsError(f"ptxas is not on PATH and nvidia-cuda-nvcc is not installed; {REMEDY}")
+    found = tool("ptxas")
+    if found is None:
+        raise GpuToolsError(f"ptxas is not on PATH and nvidia-cuda-nvcc is not installed; {REMEDY}")
+    folder = str(Path(found).parent)
+    if folder != os.environ.get("PATH", "").split(os.pathsep)[0]:
+        os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
+def tool(name: str) -> str | None:
+    """Path of one of NVIDIA's compiler tools: from their packages, from PATH or from Triton."""
+    for package, below in (("nvidia", "cu13/bin"), (None, ""), ("triton", "backends/nvidia/bin")):
+        if package is None:
+            found = shutil.which(name)
+            if found:
+                return found
+            continue
+        spec = importlib.util.find_spec(package)
+        for root in spec.submodule_search_locations or () if spec else ():
+            path = Path(root) / below / name
+            if path.is_file():
+                return str(path)
+    return None
 
 
 def topology(target: GpuTarget, devices: int = 1) -> Any:

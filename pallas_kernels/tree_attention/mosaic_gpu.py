@@ -277,7 +277,7 @@ def tree_attention(
     pages: jax.Array | None = None,
     *,
     scale: float,
-    segment: int = 1024,
+    segment: int,
     interpret: Any = None,
 ) -> jax.Array:
     """Arguments and result as `api.tree_attention`; bfloat16 or float16, h of 64 or 128.
