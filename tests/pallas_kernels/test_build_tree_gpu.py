@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -23,7 +22,6 @@ from tests.tree.common import ROOT, SPEC, as_candidates, random_table
 pytest.importorskip("triton")
 
 
-@functools.cache
 def kernel() -> Any:
     return interpreted("build_tree")
 

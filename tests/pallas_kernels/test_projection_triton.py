@@ -5,7 +5,6 @@ They are held to the same values as the Hopper kernels; ties, NaN and noise too.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -28,14 +27,9 @@ W = jnp.asarray(RNG.standard_normal((128, 128)), jnp.bfloat16)
 TILING = specs.Tiling(64, 64, 2, 2)
 
 
-@functools.cache
-def op(name: str) -> Any:
-    return interpreted(name)
-
-
 def matmul(x: jax.Array, w: jax.Array = W, **kwargs: Any) -> np.ndarray:
     kwargs.setdefault("tiling", TILING)
-    return np.asarray(op("row_invariant_matmul").matmul(x, w, **kwargs))
+    return np.asarray(interpreted("row_invariant_matmul").matmul(x, w, **kwargs))
 
 
 @pytest.mark.parametrize("m", [0, 1, 70])
@@ -57,7 +51,7 @@ def test_rows_keep_to_themselves() -> None:
 def test_grouped_projection() -> None:
     w = jnp.asarray(RNG.standard_normal((4, 64, 128)), jnp.bfloat16).at[1].set(jnp.nan)
     experts = jnp.asarray([3] * 66 + [0, 2, 0, 3], jnp.int32)
-    call = op("row_invariant_matmul").grouped_matmul
+    call = interpreted("row_invariant_matmul").grouped_matmul
     y = np.asarray(call(X, w, experts, tiling=specs.Tiling(64, 64, 1, 2)))
     wanted = np.asarray(matmul_reference.matmul_grouped(X, w, experts))
     np.testing.assert_allclose(y, wanted, rtol=0, atol=1e-4)
@@ -76,12 +70,12 @@ def test_choice_ties_and_margin() -> None:
     x, w, logits = integers()
     wanted = reference.choose(logits)
     assert (np.asarray(wanted[2]) == 0).any(), "no tie to resolve"
-    for a, b in zip(op("verify_head").verify_head(x, w), wanted, strict=True):
+    for a, b in zip(interpreted("verify_head").verify_head(x, w), wanted, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-    ids, best, margin = op("verify_head").verify_head(x[:2].at[1].set(jnp.nan), w)
+    ids, best, margin = interpreted("verify_head").verify_head(x[:2].at[1].set(jnp.nan), w)
     assert ids[1] == 0 and np.isnan(best[1]) and np.isnan(margin[1])
     assert ids[0] == wanted[0][0]
-    assert op("verify_head").verify_head(x[:0], w)[0].shape == (0,)
+    assert interpreted("verify_head").verify_head(x[:0], w)[0].shape == (0,)
 
 
 # the finaliser of the hash is meant to overflow
@@ -90,7 +84,7 @@ def test_sampled_choice() -> None:
     x, w, logits = integers()
     keys = jnp.asarray(RNG.integers(0, 2**32, (66, 2)), jnp.uint32)
     temperature = jnp.asarray([0.0, 1.0, 0.5] * 22, jnp.float32)
-    found = op("verify_head").verify_head(x, w, sampling=Sampling(keys, temperature))
+    found = interpreted("verify_head").verify_head(x, w, sampling=Sampling(keys, temperature))
     noise = jax.vmap(lambda k: token_noise(k, jnp.arange(192, dtype=jnp.int32)))(keys)
     warm = temperature[:, None] > 0
     scaled = logits / jnp.where(warm, temperature[:, None], 1.0)
@@ -105,4 +99,4 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(KernelError, match="multiples of 64"):
         matmul(X[:, :100], W[:, :100], tiling=None)
     with pytest.raises(KernelError, match="multiples of 64"):
-        op("verify_head").verify_head(X, W[:100])
+        interpreted("verify_head").verify_head(X, W[:100])
