@@ -6,6 +6,9 @@ from pallas_kernels.geometries import GEOMETRIES
 
 OP = "build_tree"
 MAX_FRONTIER = 8192  # nodes times width: 64 a thread of the kernel's 128
+TOO_LARGE = (
+    f"{OP}: {{nodes}} nodes of width {{width}}: the GPU kernel holds {MAX_FRONTIER} children"
+)
 
 
 class Shape(NamedTuple):

@@ -80,10 +80,7 @@ def build_tree(tokens: jax.Array, table: jax.Array, root: jax.Array, nodes: int)
     batch, depth, width = tokens.shape
     frontier = triton.next_power_of_2(nodes * width)
     if frontier > specs.MAX_FRONTIER:
-        raise KernelError(
-            f"{specs.OP}: {nodes} nodes of width {width}: the GPU kernel holds "
-            f"{specs.MAX_FRONTIER} children; use 'xla'"
-        )
+        raise KernelError(specs.TOO_LARGE.format(nodes=nodes, width=width))
     kinds = (jnp.int32, jnp.int32, jnp.int32, jnp.float32, jnp.int32)
     found = triton_call.call(
         tree_kernel,

@@ -20,15 +20,12 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import mosaic
-from pallas_kernels.draft_head_topk import specs
-from pallas_kernels.native import KernelError
+from pallas_kernels.draft_head_topk.gpu import check, join
 from pallas_kernels.row_invariant_matmul import mosaic_gpu as matmul
 from pallas_kernels.row_invariant_matmul import specs as matmul_specs
-from pallas_kernels.verify_head.specs import tiling as head_tiling
 
 _BLOCK = matmul_specs.ROW_BLOCK
 _NEVER = np.iinfo(np.int32).max
-_BF16 = jnp.dtype(jnp.bfloat16)
 
 
 def topk(
@@ -55,72 +52,13 @@ def topk(
     Raises:
       KernelError: shapes or dtypes that the kernel does not take.
     """
-    m, size = hidden.shape
-    tiling = head_tiling(head.shape[0], size)
-    if tiling is None or head.shape[1] != size or {hidden.dtype, head.dtype} != {_BF16}:
-        raise KernelError(
-            f"{specs.OP}: hidden {hidden.dtype}{list(hidden.shape)} and head "
-            f"{head.dtype}{list(head.shape)}: the GPU kernel needs bfloat16 and multiples of 64"
-        )
-    if not 1 <= width <= specs.GPU_MAX_WIDTH:
-        raise KernelError(
-            f"{specs.OP}: width {width}: the GPU kernel takes 1 to {specs.GPU_MAX_WIDTH}"
-        )
+    m, tiling = hidden.shape[0], check(hidden, head, width)
     if m == 0:
         return jnp.zeros((0, width), jnp.int32), jnp.zeros((0, width), jnp.float32)
     if scale is None:
         scale = jnp.ones((m,), jnp.float32)
     values, ids, sums = _launch(hidden, head, scale, width, tiling, interpret)
     return join(values[..., :m], ids[..., :m], sums[:, :m])
-
-
-def join(values: jax.Array, ids: jax.Array, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Best W of the blocks: values and ids [blocks, W, M], best first in a block, and sums [blocks,
-    M] of exp(logit - the block's best) -> ids and log-probabilities [M, W]. Blocks hold rising ids,
-    so that `top_k`, which takes the first among equals, takes the lowest id."""
-    blocks, width, m = values.shape
-    top = values[:, 0]
-    peak = top.max(axis=0)
-    log_z = peak + jnp.log((sums * jnp.exp(top - peak[None])).sum(axis=0))
-    flat, at = lax.top_k(values.transpose(2, 0, 1).reshape(m, blocks * width), width)
-    chosen = jnp.take_along_axis(ids.transpose(2, 0, 1).reshape(m, blocks * width), at, axis=1)
-    return chosen, jnp.minimum(flat - log_z[:, None], 0.0)
-
-
-def candidates(
-    hidden: jax.Array,
-    head: jax.Array,
-    width: int,
-    *,
-    ids: jax.Array | None = None,
-    scale: jax.Array | None = None,
-    interpret: Any = None,
-) -> tuple[jax.Array, jax.Array]:
-    """`draft_head_topk` without a path head.
-
-    Args:
-      hidden: [B, D, H] bfloat16.
-      head: [Vd, H] bfloat16.
-      width: W.
-      ids: [Vd] int32 target ids of the draft vocabulary; None: the same.
-      scale: [B] float32 factor of all logits; None: 1.
-      interpret: as in `topk`.
-
-    Returns:
-      Tokens [B, D, W] int32, best first, and log-probabilities [B, D, W, W] float32, the same under
-      every parent.
-
-    Raises:
-      KernelError: as `topk`.
-    """
-    batch, depth, size = hidden.shape
-    rows = None if scale is None else jnp.repeat(scale, depth)
-    chosen, logp = topk(
-        hidden.reshape(batch * depth, size), head, width, scale=rows, interpret=interpret
-    )
-    tokens = (chosen if ids is None else ids[chosen]).reshape(batch, depth, width)
-    table = logp.reshape(batch, depth, 1, width)
-    return tokens, jnp.broadcast_to(table, (batch, depth, width, width))
 
 
 def _launch(

@@ -12,9 +12,10 @@ import pytest
 
 from jetspec_jax.drafter.candidates import candidates
 from pallas_kernels import mosaic
-from pallas_kernels.draft_head_topk import mosaic_gpu, reference, specs
+from pallas_kernels.draft_head_topk import arrays, mosaic_gpu, reference, specs
 from pallas_kernels.gpu_target import TARGETS, on_abstract
 from pallas_kernels.native import KernelError
+from tests.pallas_kernels.interpreted import interpreted_mosaic
 
 V, H, DEPTH, WIDTH = 192, 128, 7, 5
 RNG = np.random.default_rng(0)
@@ -53,16 +54,22 @@ def test_temperature_scales_before_the_normaliser() -> None:
 
 
 def test_candidates_are_those_of_the_drafter() -> None:
-    """Two sequences, a draft vocabulary of its own."""
+    """Two sequences, a draft vocabulary of its own; XLA here, the kernel where it runs."""
     to_target = jnp.asarray(RNG.permutation(1000)[:V], jnp.int32)
     hidden = X.reshape(2, DEPTH, H)
-    tokens, table = run(mosaic_gpu.candidates, hidden, W, WIDTH, ids=to_target)
+    tokens, table = arrays.candidates(hidden, W, WIDTH, ids=to_target)
+    with on_abstract(TARGETS["h100"]), interpreted_mosaic():
+        kernel = arrays.candidates(hidden, W, WIDTH, ids=to_target, implementation="mosaic_gpu")
+    np.testing.assert_array_equal(np.asarray(kernel[0]), np.asarray(tokens))
+    np.testing.assert_allclose(np.asarray(kernel[1]), np.asarray(table), rtol=1e-6, atol=1e-5)
     cfg: Any = SimpleNamespace(path_head="none")
     for b in range(2):
         logits = LOGITS.reshape(2, DEPTH, V)[b]
         wanted = candidates({}, cfg, logits, jnp.int32(0), to_target, WIDTH)
-        np.testing.assert_array_equal(tokens[b], np.asarray(wanted.tokens))
-        np.testing.assert_allclose(table[b], np.asarray(wanted.logp), rtol=1e-5, atol=1e-4)
+        np.testing.assert_array_equal(np.asarray(tokens[b]), np.asarray(wanted.tokens))
+        np.testing.assert_allclose(
+            np.asarray(table[b]), np.asarray(wanted.logp), rtol=1e-6, atol=1e-5
+        )
 
 
 def test_rows_that_are_not_numbers_keep_to_themselves() -> None:
