@@ -27,6 +27,8 @@ from pallas_kernels.gpu_target import GpuTarget, GpuToolsError
 
 # Tensor-core products, bulk copies to shared memory (TMA), small asynchronous copies, spills.
 INSTRUCTIONS = ("HGMMA", "HMMA", "QGMMA", "UTMALDG", "LDGSTS", "LDL", "STL")
+# What decides the bits of a result: kernels that promise equal bits have equal counts.
+ARITHMETIC = ("HGMMA", "HMMA", "FFMA", "FMUL", "FADD", "MUFU", "FMNMX", "F2F", "F2FP", "FSEL")
 _PTXAS = re.compile(
     r"Compiling entry function '(?P<name>\S+)'.*?(?P<stack>\d+) bytes stack frame, "
     r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
@@ -51,6 +53,9 @@ class KernelStats:
         shared_bytes: shared memory of one block.
         instructions: how often each of `INSTRUCTIONS` stands in the machine code (not how often it
             runs); empty where nvdisasm is not installed.
+        arithmetic: the same for each of `ARITHMETIC`.
+        fences: makes writes to shared memory visible to wgmma and bulk copies; one too few is a
+            race that the interpreter does not see.
     """
 
     name: str
@@ -58,6 +63,8 @@ class KernelStats:
     spill_bytes: int
     shared_bytes: int
     instructions: dict[str, int]
+    arithmetic: dict[str, int]
+    fences: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,12 +198,10 @@ def _dumping_triton(dump: Path) -> Iterator[None]:
         library.TritonFunction._kernel_cache = cache
 
 
-def _count(sass: str) -> dict[str, int]:
+def _kernels_of(ptx: Path, target: GpuTarget, shared: int) -> list[KernelStats]:
+    report, sass = _assemble(ptx, target)
     words = collections.Counter(re.findall(r"\b[A-Z][A-Z0-9]+\b", sass))
-    return {name: words[name] for name in INSTRUCTIONS if words[name]}
-
-
-def _kernels_of(report: str, shared: int, sass: str) -> list[KernelStats]:
+    fences = ptx.read_text(encoding="utf-8").count("fence.proxy.async")
     found = []
     for match in _PTXAS.finditer(report):
         static = re.search(r"(\d+) bytes smem", match["rest"])
@@ -206,7 +211,9 @@ def _kernels_of(report: str, shared: int, sass: str) -> list[KernelStats]:
                 registers=int(match["registers"]),
                 spill_bytes=int(match["stores"]) + int(match["loads"]),
                 shared_bytes=shared + (int(static[1]) if static else 0),
-                instructions=_count(sass),
+                instructions={name: words[name] for name in INSTRUCTIONS if words[name]},
+                arithmetic={name: words[name] for name in ARITHMETIC if words[name]},
+                fences=fences,
             )
         )
     return found
@@ -219,8 +226,7 @@ def _mosaic_kernels(dump: Path, target: GpuTarget) -> list[KernelStats]:
             continue  # XLA's own
         resources = ptx.with_suffix(".resources.txt").read_text(encoding="utf-8")
         shared = re.search(r"smem_scratch_bytes=(\d+)", resources)
-        report, sass = _assemble(ptx, target)
-        kernels += _kernels_of(report, int(shared[1]) if shared else 0, sass)
+        kernels += _kernels_of(ptx, target, int(shared[1]) if shared else 0)
     return kernels
 
 
@@ -229,8 +235,7 @@ def _triton_kernels(dump: Path, target: GpuTarget) -> list[KernelStats]:
     for ptx in sorted((dump / "triton").glob("*/*.ptx")):
         info = ptx.with_suffix(".compile_info").read_text(encoding="utf-8")
         shared = re.search(r"shared_mem_bytes: (\d+)", info)
-        report, sass = _assemble(ptx, target)
-        kernels += _kernels_of(report, int(shared[1]) if shared else 0, sass)
+        kernels += _kernels_of(ptx, target, int(shared[1]) if shared else 0)
     return kernels
 
 

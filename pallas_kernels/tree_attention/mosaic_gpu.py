@@ -318,9 +318,15 @@ def tree_attention(
     def shared(*shape: int) -> Any:
         return mosaic.SMEM(shape, q.dtype, transforms=swizzled)
 
+    def tree_attention_fold(*refs: Any) -> None:
+        _fold_segments(*refs, dim=dim, segment=segment, scale=scale, page=page)
+
+    def tree_attention_join(*refs: Any) -> None:
+        _join_segments(*refs, dim=dim, segment=segment)
+
     part = (batch, heads, segments, tiles * ROWS)
     sums, top, total = mosaic.kernel(
-        functools.partial(_fold_segments, dim=dim, segment=segment, scale=scale, page=page),
+        tree_attention_fold,
         out_type=(
             jax.ShapeDtypeStruct((*part, dim), jnp.float32),
             jax.ShapeDtypeStruct(part, jnp.float32),
@@ -357,7 +363,7 @@ def tree_attention(
         jnp.full((1,), padded // CHUNK, jnp.int32),
     )
     out = mosaic.kernel(
-        functools.partial(_join_segments, dim=dim, segment=segment),
+        tree_attention_join,
         out_type=jax.ShapeDtypeStruct(packed.shape, q.dtype),
         scratch_types=[shared(ROWS, dim)],
         grid=(batch, heads, tiles),
