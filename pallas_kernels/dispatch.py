@@ -28,6 +28,29 @@ _NEEDS = {
 }
 
 
+_taken: contextvars.ContextVar[list[tuple[str, str]] | None] = contextvars.ContextVar(
+    "taken", default=None
+)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[tuple[str, str]]]:
+    """The (op, form) of every choice made inside, in order: what a traced program will run."""
+    taken: list[tuple[str, str]] = []
+    token = _taken.set(taken)
+    try:
+        yield taken
+    finally:
+        _taken.reset(token)
+
+
+def _log(op: str, chosen: str, reason: str, level: int = logging.INFO) -> None:
+    taken = _taken.get()
+    if taken is not None:
+        taken.append((op, chosen))
+    _log_once(op, chosen, reason, level)
+
+
 @functools.cache
 def _log_once(op: str, chosen: str, reason: str, level: int = logging.INFO) -> None:
     _logger.log(level, "%s: %s (%s)", op, chosen, reason)
@@ -121,7 +144,7 @@ def select(
     _check_name(implementation)
     here = device()
     if implementation == "xla":
-        _log_once(op, "xla", "requested")
+        _log(op, "xla", "requested")
         return "xla"
     if implementation != "auto":
         if implementation not in forms:
@@ -136,7 +159,7 @@ def select(
                 f"{op}: implementation {implementation!r} is not available: {error}; "
                 "use 'auto' or 'xla'"
             ) from error
-        _log_once(op, implementation, "requested")
+        _log(op, implementation, "requested")
         return implementation  # pyright: ignore[reportReturnType]
     failures = []
     for form, check in forms.items():
@@ -147,14 +170,14 @@ def select(
         except KernelError as error:
             failures.append(f"{form}: {error}")
             continue
-        _log_once(op, form, "; ".join([f"first that {here.kind} allows", *failures]))
+        _log(op, form, "; ".join([f"first that {here.kind} allows", *failures]))
         return form  # pyright: ignore[reportReturnType]
     if failures:
         if _strict.get():
             raise KernelError(f"{op}: no kernel for this call: {'; '.join(failures)}")
-        _log_once(op, "xla", "; ".join(failures), logging.WARNING)
+        _log(op, "xla", "; ".join(failures), logging.WARNING)
     else:
-        _log_once(op, "xla", f"no kernel for {here.kind}")
+        _log(op, "xla", f"no kernel for {here.kind}")
     return "xla"
 
 
@@ -182,7 +205,7 @@ def choose(
             f"{op} has no implementation {implementation!r}: use one of auto, cpu, xla"
         )
     if implementation == "xla":
-        _log_once(op, "xla", "requested")
+        _log(op, "xla", "requested")
         return "xla"
     try:
         load_native()
@@ -192,7 +215,7 @@ def choose(
                 f"{op}: implementation 'cpu' is not available: {error}; use 'auto' or 'xla'"
             ) from error
         # a warning reaches stderr without any logging set-up: slower than asked for is no secret
-        _log_once(op, "xla", f"native kernel not available: {error}", logging.WARNING)
+        _log(op, "xla", f"native kernel not available: {error}", logging.WARNING)
         return "xla"
-    _log_once(op, "cpu", "requested" if implementation == "cpu" else "native kernel available")
+    _log(op, "cpu", "requested" if implementation == "cpu" else "native kernel available")
     return "cpu"

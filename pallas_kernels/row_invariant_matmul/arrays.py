@@ -30,9 +30,10 @@ def project(
       KernelError: an implementation that is not available for this call.
     """
     rows = x.reshape(int(np.prod(x.shape[:-1])), x.shape[-1])
-    module = gpu_forms.select(specs.OP, implementation, lambda: gpu.check(rows, w, *w.shape, None))
+    n, k = w.shape
+    module = gpu_forms.select(specs.OP, implementation, lambda: gpu.check(rows, w, n, k, None))
     y = reference.matmul_rows(rows, w) if module is None else module.matmul(rows, w)
-    return y.reshape(*x.shape[:-1], w.shape[0])
+    return y.reshape(*x.shape[:-1], n)
 
 
 def project_grouped(
@@ -56,7 +57,8 @@ def project_grouped(
     Raises:
       KernelError: an implementation that is not available for this call.
     """
-    module = gpu_forms.select(specs.OP, implementation, lambda: gpu.check(x, w, *w.shape[1:], None))
+    _, n, k = w.shape
+    module = gpu_forms.select(specs.OP, implementation, lambda: gpu.check(x, w, n, k, None))
     if module is None:
         return reference.matmul_grouped(x, w, experts)
     return module.grouped_matmul(x, w, experts)

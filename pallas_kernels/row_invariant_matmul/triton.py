@@ -5,12 +5,14 @@ alone. M enters only as the mask of loads and stores, so the program is the same
 past 64 are further blocks, which run side by side and find the weight tile in the level-2 cache.
 """
 
+# Triton is an extra: pyright sees none of it.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import triton  # pyright: ignore[reportMissingImports]
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl
 
 from pallas_kernels import triton_call
 from pallas_kernels.row_invariant_matmul import specs

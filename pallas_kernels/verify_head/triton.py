@@ -1,11 +1,13 @@
 """Choice of each row for GPUs without wgmma, in Triton: as `mosaic_gpu`, block for block."""
 
+# Triton is an extra: pyright sees none of it.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import triton  # pyright: ignore[reportMissingImports]
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl
 
 from pallas_kernels import triton_call
 from pallas_kernels.row_invariant_matmul import specs as matmul_specs
