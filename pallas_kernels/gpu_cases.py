@@ -51,7 +51,7 @@ class GpuCase:
         return f"{self.op}/{self.form}/{self.target}/{self.shape}"
 
 
-def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
     """An abstract array."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
