@@ -51,7 +51,7 @@ class GpuCase:
         return f"{self.op}/{self.form}/{self.target}/{self.shape}"
 
 
-def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
     """An abstract array."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -225,6 +225,23 @@ def _build_tree() -> Iterator[GpuCase]:
             yield GpuCase(specs.OP, "triton", shape.name, target, build, quick=quick)
 
 
+def _accept_commit() -> Iterator[GpuCase]:
+    from pallas_kernels.accept_commit import specs
+    from pallas_kernels.accept_commit.api import accept_commit
+
+    for shape in specs.GPU_SHAPES:
+
+        def build(shape: Any = shape) -> Any:
+            caches = [array(shape.batch, shape.heads, shape.capacity, shape.dim)] * shape.layers
+            rows = array(shape.layers, shape.batch, shape.heads, shape.rows, shape.dim)
+            path = array(shape.batch, shape.path, dtype=jnp.int32)
+            count = array(shape.batch, dtype=jnp.int32)
+            fn = jax.jit(accept_commit, donate_argnums=(0, 1))
+            return fn, (caches, caches, rows, rows, path, count, count)
+
+        yield GpuCase(specs.OP, "xla", shape.name, HOPPER, build, quick=shape.batch == 1)
+
+
 def all_cases() -> tuple[GpuCase, ...]:
     """Every kernel at every named shape.
 
@@ -237,6 +254,7 @@ def all_cases() -> tuple[GpuCase, ...]:
         _verify_head,
         _draft_head_topk,
         _build_tree,
+        _accept_commit,
     )
     cases = tuple(case for generate in generators for case in generate())
     names = [case.name for case in cases]

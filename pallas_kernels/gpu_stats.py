@@ -27,8 +27,8 @@ from pallas_kernels.gpu_target import GpuTarget, GpuToolsError
 
 # Tensor-core products, bulk copies to shared memory (TMA), small asynchronous copies, spills.
 INSTRUCTIONS = ("HGMMA", "HMMA", "QGMMA", "UTMALDG", "LDGSTS", "LDL", "STL")
-# What decides the bits of a result: kernels that promise equal bits have equal counts.
-ARITHMETIC = ("HGMMA", "HMMA", "FFMA", "FMUL", "FADD", "MUFU", "FMNMX", "F2F", "F2FP", "FSEL")
+# What rounds: kernels that promise equal bits have equal counts.
+ARITHMETIC = ("HGMMA", "HMMA", "FFMA", "FMUL", "FADD", "MUFU", "F2F", "F2FP")
 _PTXAS = re.compile(
     r"Compiling entry function '(?P<name>\S+)'.*?(?P<stack>\d+) bytes stack frame, "
     r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"

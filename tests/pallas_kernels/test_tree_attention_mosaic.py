@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import mosaic
+from pallas_kernels.gpu_cases import all_cases
 from pallas_kernels.gpu_target import TARGETS, on_abstract
 from pallas_kernels.tree_attention import mosaic_gpu, plan, reference
 from tests.pallas_kernels.attention_cases import (
@@ -183,6 +184,22 @@ def test_queries_survive_packing():
     made = plan.make_plan(call.mask, call.lengths, group=3, tile=64)
     back = plan.unpack_rows(plan.pack_rows(call.q, made), made, 3)
     np.testing.assert_array_equal(bits(back), bits(call.q))
+
+
+def test_it_lowers_for_hopper_and_more_shared_memory_than_there_is_does_not(monkeypatch):
+    """Stage 2: block shapes, layouts and shared memory; no compiler is needed."""
+    case = next(
+        c for c in all_cases() if c.name.startswith("tree_attention/mosaic") and "rows 64" in c.name
+    )
+    fn, args = case.build()
+    with on_abstract(TARGETS["h100"]):
+        text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("mosaic_gpu") >= 2
+        monkeypatch.setattr(mosaic_gpu, "STAGES", 8)
+        monkeypatch.setattr(mosaic_gpu, "tree_attention", mosaic_gpu.tree_attention.__wrapped__)
+        fn, args = case.build()
+        with pytest.raises(ValueError, match="exceeds available shared memory"):
+            jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",))
 
 
 # --- planted faults ---------------------------------------------------------------------------
