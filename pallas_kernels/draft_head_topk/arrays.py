@@ -44,7 +44,7 @@ def candidates(
         specs.OP, implementation, lambda: gpu.check(rows, head, width), ("mosaic_gpu",)
     )
     if module is None:
-        chosen, logp = reference.topk(matmul_reference.matmul_rows(rows, head), width, factors)
+        chosen, logp = reference.topk(matmul_reference.matmul_arrays(rows, head), width, factors)
     else:
         chosen, logp = module.topk(rows, head, width, scale=factors)
     tokens = (chosen if ids is None else ids[chosen]).reshape(batch, depth, width)

@@ -76,7 +76,7 @@ def _launch(
     layout = mosaic.Layout.WGMMA
     scale = jnp.pad(scale, (0, padded - m))
 
-    def body(*refs: Any) -> None:
+    def draft_head_topk(*refs: Any) -> None:
         x_ref, w_ref, scale_ref, value_ref, id_ref, sum_ref, value_smem, id_smem, sum_smem = refs
         column, block = lax.axis_index("column"), lax.axis_index("block")
         here = mosaic.ds(block * rows, _BLOCK)
@@ -115,7 +115,7 @@ def _launch(
         mosaic.wait_smem_to_gmem(0)
 
     kernel = mosaic.kernel(
-        body,
+        draft_head_topk,
         out_type=[
             jax.ShapeDtypeStruct((blocks, width, padded), jnp.float32),
             jax.ShapeDtypeStruct((blocks, width, padded), jnp.int32),

@@ -1,11 +1,15 @@
 """Projections by weights as plain arrays, as GPUs take them: kernels for bfloat16, else XLA.
 
-(`api` serves packed weights, which are the CPU's.)
+`api` serves packed weights, which are the CPU's, and comes here for those in layout "rows".
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch, gpu_forms
@@ -32,8 +36,27 @@ def project(
     rows = x.reshape(int(np.prod(x.shape[:-1])), x.shape[-1])
     n, k = w.shape
     module = gpu_forms.select(specs.OP, implementation, lambda: gpu.check(rows, w, n, k, None))
-    y = reference.matmul_rows(rows, w) if module is None else module.matmul(rows, w)
-    return y.reshape(*x.shape[:-1], n)
+    multiply = reference.matmul_arrays if module is None else module.matmul
+    return _build_project(multiply)(rows, w).reshape(*x.shape[:-1], n)
+
+
+@functools.cache
+def _build_project(multiply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """f(x [M, K], w [N, K]) -> [M, N] float32; under vmap more rows of the same weight."""
+
+    @jax.custom_batching.custom_vmap
+    def call(x: jax.Array, w: jax.Array) -> jax.Array:
+        return multiply(x, w)
+
+    @call.def_vmap
+    def _batched(size: int, batched: list[bool], x: jax.Array, w: jax.Array):
+        if batched[1]:  # one weight per entry: nothing to share
+            x = x if batched[0] else jnp.broadcast_to(x, (size, *x.shape))
+            return jax.lax.map(lambda operands: call(*operands), (x, w)), True
+        y = call(x.reshape(size * x.shape[1], x.shape[2]), w)
+        return y.reshape(size, x.shape[1], w.shape[0]), True
+
+    return call
 
 
 def project_grouped(

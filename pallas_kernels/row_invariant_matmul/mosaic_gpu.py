@@ -111,7 +111,7 @@ def _launch(
     """Sums of each part of K: [splits, M, n] float32. Blocks of an expert -1 are left unwritten."""
     block_n, _, splits, _ = tiling
 
-    def body(*refs: Any) -> None:
+    def row_invariant_matmul(*refs: Any) -> None:
         *expert_ref, x_ref, w_ref, out_ref, staging = refs
         column, part, block = (lax.axis_index(name) for name in ("column", "part", "block"))
 
@@ -139,7 +139,7 @@ def _launch(
         mosaic.when(expert >= 0)(lambda: store(w_ref.at[expert]))
 
     kernel = mosaic.kernel(
-        body,
+        row_invariant_matmul,
         out_type=jax.ShapeDtypeStruct((splits, x.shape[0], n), jnp.float32),
         scratch_types=[
             # one, so that two blocks fit a multiprocessor

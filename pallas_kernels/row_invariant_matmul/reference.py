@@ -228,6 +228,17 @@ def matmul_rows(x: jax.Array, w: jax.Array) -> jax.Array:
     )
 
 
+def matmul_arrays(x: jax.Array, w: jax.Array) -> jax.Array:
+    """XLA form on a weight in x's dtype: x [M, K], w [N, K] -> [M, N], summed in float32."""
+    return jax.lax.dot_general(
+        x,
+        w,
+        (((1,), (1,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """float32 a * b + c rounded once, as the hardware instruction does.
 

@@ -55,8 +55,10 @@ def verify_head(
     Raises:
       native.KernelError: shapes that do not fit, or an implementation that is not available.
     """
-    if not isinstance(head, rim.PackedWeight):
+    if isinstance(head, jax.Array):
         return _plain(hidden, head, counts, sampling, implementation)
+    if (head.layout, head.format, hidden.dtype) == ("rows", "bf16", jnp.bfloat16):
+        return _plain(hidden, head.data, counts, sampling, implementation)
     if sampling is not None:
         raise native.KernelError(f"{specs.OP}: a packed head is greedy; add noise to its logits")
     if hidden.ndim != 3 or hidden.shape[-1] != head.k or counts.shape != hidden.shape[:1]:
@@ -110,7 +112,7 @@ def _plain(
         sampling = gpu.Sampling(sampling.keys.reshape(-1, 2), sampling.temperature.reshape(-1))
     module = gpu_forms.select(specs.OP, implementation, lambda: gpu.check(flat, head))
     if module is None:
-        logits = matmul_reference.matmul_rows(flat, head)
+        logits = matmul_reference.matmul_arrays(flat, head)
         found = reference.choose(reference.perturb(logits, *sampling) if sampling else logits)
     else:
         found = module.verify_head(flat, head, sampling=sampling)

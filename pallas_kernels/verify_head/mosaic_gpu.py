@@ -76,7 +76,7 @@ def _launch(
     if sampling is not None:
         extras = tuple(jnp.pad(x, (0, padded - m)) for x in row_fields(sampling))
 
-    def body(*refs: Any) -> None:
+    def verify_head_blocks(*refs: Any) -> None:
         x_ref, w_ref, *rest = refs
         *row_refs, best_ref, id_ref, second_ref, best_smem, id_smem, second_smem = rest
         column, block = lax.axis_index("column"), lax.axis_index("block")
@@ -107,7 +107,7 @@ def _launch(
 
     blocks = vocab // block_n
     kernel = mosaic.kernel(
-        body,
+        verify_head_blocks,
         out_type=[
             jax.ShapeDtypeStruct((blocks, padded), t) for t in (jnp.float32, jnp.int32, jnp.float32)
         ],

@@ -13,6 +13,7 @@ from pallas_kernels import build_tree, dispatch, draft_head_topk, triton_call
 from pallas_kernels import row_invariant_matmul as rim
 from pallas_kernels.gpu_target import TARGETS, on_abstract
 from pallas_kernels.native import KernelError
+from pallas_kernels.row_invariant_matmul import arrays
 from pallas_kernels.verify_head import verify_head
 from pallas_kernels.verify_head.gpu import Sampling
 from tests.pallas_kernels.interpreted import interpreted_mosaic
@@ -53,6 +54,8 @@ def test_forms_agree_and_each_gpu_has_its_own(name: str, monkeypatch: pytest.Mon
     with on_abstract(TARGETS["h100"]), interpreted_mosaic(), dispatch.strict():
         np.testing.assert_array_equal(np.asarray(call()), wanted)
     pytest.importorskip("triton")
+    # the interpreter takes arrays, so no vmap may look inside
+    monkeypatch.setattr(arrays, "_build_project", lambda multiply: multiply)
     loaded: list[str] = []
     monkeypatch.setattr(triton_call, "load", lambda op: loaded.append(op) or interpreted(op))
     with on_abstract(TARGETS["rtx-pro-6000"]), dispatch.strict():
@@ -92,8 +95,24 @@ def test_what_a_kernel_does_not_take_is_said() -> None:
             draft_head_topk.candidates(X, W, 40, implementation="mosaic_gpu")
         packed = rim.pack(np.asarray(W), "xla")
         with pytest.raises(KernelError, match="packed head is greedy"):
-            verify_head(X, packed, COUNTS, sampling=SAMPLING)
+            verify_head(X.astype(jnp.float32), packed, COUNTS, sampling=SAMPLING)
     with pytest.raises(KernelError, match="needs a Hopper GPU"):
         rim.project(X, W, implementation="mosaic_gpu")
     with pytest.raises(KernelError, match="do not fit a head"):
         verify_head(X, W[:, :32], COUNTS)
+
+
+def test_packed_weights_as_stored_take_the_kernels() -> None:
+    """What `pack` gives where there is no native kernel, with a bias and a residual; and vmap."""
+    packed = rim.pack(np.asarray(W), "xla")
+    bias, residual = jnp.arange(64.0), jnp.ones((2, 3, 64), jnp.float32)
+    plain = rim.project(X, W)
+    with on_abstract(TARGETS["h100"]), interpreted_mosaic(), dispatch.strict():
+        with dispatch.recorded() as taken:
+            y = rim.matmul(X, packed, bias=bias, residual=residual)
+            choice = verify_head(X, packed, COUNTS)
+        each = jax.vmap(rim.project, (0, None))(X, W)
+    assert taken == [("row_invariant_matmul", "mosaic_gpu"), ("verify_head", "mosaic_gpu")]
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(plain + bias[None, None] + residual))
+    np.testing.assert_array_equal(np.asarray(each), np.asarray(plain))
+    np.testing.assert_array_equal(np.asarray(choice.ids), np.asarray(verify_head(X, W, COUNTS).ids))
