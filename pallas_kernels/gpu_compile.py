@@ -64,6 +64,8 @@ def row(stats: ProgramStats) -> dict[str, Any]:
         ],
         "device_kernels": stats.device_kernels,
         "temporary_bytes": stats.temporary_bytes,
+        "peak_bytes": stats.peak_bytes,
+        "loops": stats.loops,
     }
 
 
@@ -198,20 +200,29 @@ def _print(outcome: Outcome) -> None:
             f"    {k.name}: {k.registers} registers, {k.spill_bytes} B spilled, "
             f"{k.shared_bytes} B shared; {code or 'no tensor-core or bulk-copy instruction'}"
         )
-    if outcome.stats and not outcome.stats.kernels:
+    if outcome.stats:
         stats = outcome.stats
-        print(f"    {stats.device_kernels} device kernels, {stats.temporary_bytes} temporary bytes")
+        print(
+            f"    program: {stats.device_kernels} device kernels, {stats.loops} loops and "
+            f"branches, {stats.host_transfers} host transfers, {stats.temporary_bytes} temporary "
+            f"bytes, {stats.peak_bytes} bytes at its peak"
+        )
     for fault in outcome.faults:
         print(f"    {fault}")
     sys.stdout.flush()
 
 
-def main(argv: list[str] | None = None, cases: Sequence[GpuCase] | None = None) -> int:
+def main(
+    argv: list[str] | None = None,
+    cases: Sequence[GpuCase] | None = None,
+    default_table: Path = TABLE,
+) -> int:
     """Command line; the last line of stdout is JSON.
 
     Args:
         argv: arguments, default those of the process.
-        cases: what to compile, default every case.
+        cases: what to compile, default every kernel.
+        default_table: their committed table.
     """
     p = argparse.ArgumentParser(
         prog="python -m pallas_kernels.gpu_compile", description=(__doc__ or "").splitlines()[0]
@@ -220,7 +231,7 @@ def main(argv: list[str] | None = None, cases: Sequence[GpuCase] | None = None) 
     p.add_argument("--match", default="", metavar="TEXT", help="cases whose name contains TEXT")
     p.add_argument("--list", action="store_true", help="names of the cases; compiles nothing")
     p.add_argument("--json", type=Path, metavar="FILE", help="everything that was found, as JSON")
-    p.add_argument("--table", type=Path, default=TABLE, help="the committed table")
+    p.add_argument("--table", type=Path, default=default_table, help="the committed table")
     p.add_argument("--update", action="store_true", help="write what was found to the table")
     args = p.parse_args(argv)
     chosen = [

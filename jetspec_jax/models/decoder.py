@@ -32,6 +32,8 @@ class Numerics:
 
     Attributes:
         bitwise: order-true attention and norms (algorithm.md section 6, level 2).
+        gpu: attention by the kernels of the GPU at hand (`pallas_kernels.dispatch`), which are
+            order-true. Weights marked by `numerics.for_kernels` go through kernels in any case.
         native: attention by the native CPU kernel, which is order-true in any case.
         stack: all layers by the native CPU kernel, where it takes them (`takes_stack`); rows are
             then ragged: a forward costs what its `counts` say.
@@ -40,6 +42,7 @@ class Numerics:
     """
 
     bitwise: bool = False
+    gpu: bool = False
     native: bool = False
     stack: bool = False
     head: bool = False
@@ -47,6 +50,8 @@ class Numerics:
 
     def attend(self, *operands: Array, scale: float) -> Array:
         """`numerics.online_attention` or another implementation of the same function."""
+        if self.gpu:
+            return tree_attention(*operands, scale=scale)
         if self.native:
             return tree_attention(*operands, scale=scale, implementation="cpu")
         form = fold_attention if self.bitwise else online_attention
