@@ -19,7 +19,7 @@ from jetspec_jax.config import DraftConfig, EngineConfig, ModelConfig
 from jetspec_jax.errors import ConfigError, KernelError, ModelFileError
 from jetspec_jax.models import decoder
 from jetspec_jax.models.spec import WeightSpec
-from jetspec_jax.numerics import take_rows
+from jetspec_jax.numerics import for_kernels, take_rows
 from jetspec_jax.text import Tokenizer, load_tokenizer, tokenizer_from_gguf
 from jetspec_jax.typing import Array, Params, PyTree
 from jetspec_jax.weights import (
@@ -43,7 +43,7 @@ class Target:
     config: ModelConfig
     params: Params
     tokenizer: Tokenizer
-    kernels: str  # which kernels run: "cpu" (native) or "xla"
+    kernels: str  # which kernels run: "cpu" (native), "gpu" (Pallas, Triton) or "xla"
     bundled: bool
 
     @property
@@ -71,12 +71,26 @@ class Head:
 
 
 def resolve_kernels(engine: EngineConfig) -> str:
-    """What `engine.kernels` means here: "cpu" (native) or "xla".
+    """What `engine.kernels` means here: "cpu" (native), "gpu" (Pallas or Triton) or "xla".
 
     Raises:
-        ConfigError: native kernels asked for in a dtype they are not wired for.
-        KernelError: native kernels asked for, and they cannot be built here.
+        ConfigError: kernels asked for in a dtype they are not wired for.
+        KernelError: kernels asked for, and they cannot be built or run here.
     """
+    on_gpu = jax.default_backend() == "gpu"
+    if engine.kernels == "gpu":
+        if not on_gpu:
+            raise KernelError(
+                f"kernels='gpu' need an NVIDIA GPU, and JAX runs on {jax.default_backend()!r}; "
+                "drop --kernels gpu"
+            )
+        if engine.dtype != "bfloat16":
+            raise ConfigError(
+                f"kernels='gpu' run bfloat16, not {engine.dtype}; add --dtype bfloat16"
+            )
+        return "gpu"
+    if on_gpu and engine.kernels == "auto" and engine.dtype == "bfloat16":
+        return "gpu"
     if engine.dtype != "float32":
         if engine.kernels == "cpu":
             raise ConfigError(
@@ -192,6 +206,8 @@ def load_target(
             f"arithmetic='integer' needs Q4_1, Q4_0 or Q8_0 weights, and {source.path.name} has "
             "none; drop --arithmetic"
         )
+    if kernels == "gpu":
+        params = for_kernels(params)
     _return_memory()
     return Target(source.path, config, params, tokenizer, kernels, model is None)
 

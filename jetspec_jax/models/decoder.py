@@ -19,10 +19,17 @@ from jetspec_jax.config import ModelConfig
 from jetspec_jax.models.layers import moe, rms_norm, swiglu
 from jetspec_jax.models.rope import apply_rope, inverse_frequencies, rope_tables
 from jetspec_jax.models.spec import Declaration, WeightSpec
-from jetspec_jax.numerics import fold_attention, linear, online_attention, take_rows
+from jetspec_jax.numerics import (
+    KernelWeight,
+    fold_attention,
+    linear,
+    online_attention,
+    take_rows,
+)
 from jetspec_jax.typing import Array, Params, PyTree
 from pallas_kernels import decoder_stack as stack
 from pallas_kernels import row_invariant_matmul as rim
+from pallas_kernels.row_invariant_matmul.arrays import project
 from pallas_kernels.tree_attention import tree_attention
 
 
@@ -184,7 +191,10 @@ def lm_head_weight(params: Params) -> PyTree:
 
 def head_logits(params: Params, hidden: Array) -> Array:
     """hidden [..., H] (after the final norm) -> logits [..., V] float32."""
-    return linear(hidden, lm_head_weight(params)).astype(jnp.float32)
+    weight = lm_head_weight(params)
+    if isinstance(weight, KernelWeight):
+        return project(hidden, weight.w)  # float32 sums as they are, as `verify_head` compares them
+    return linear(hidden, weight).astype(jnp.float32)
 
 
 def _split_heads(x: Array, heads: int) -> Array:
