@@ -1,8 +1,8 @@
 """Choice of each row on Hopper: the LM head streams by once, and no logit reaches memory.
 
 A block owns 128 tokens. It multiplies them with all rows as `row_invariant_matmul` does (so a row's
-logits have the bits of that op, whatever M is), and keeps of them the largest, its id and the
-second largest. XLA then compares the blocks of each row: maxima and comparisons only, exact in any
+logits have the bits of that op, whatever M is), and keeps of every 64 the largest, its id and the
+second largest. XLA then compares these of each row: maxima and comparisons only, exact in any
 order. Where a row samples, Gumbel noise of (position, token) is made in registers.
 
 The final norm stays with XLA: it is one small kernel, while here each of the 1,187 blocks of
@@ -25,6 +25,7 @@ from pallas_kernels.row_invariant_matmul import specs as matmul_specs
 from pallas_kernels.verify_head.gpu import Sampling, check, combine, row_fields
 
 _BLOCK = matmul_specs.ROW_BLOCK
+_TOKENS = 64  # of one part of a block, for which its best two are kept
 _NEVER = np.iinfo(np.int32).max
 
 
@@ -65,8 +66,9 @@ def _launch(
     tiling: matmul_specs.Tiling,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Best, id and second of each block and row: [blocks, M rounded up] each."""
+    """Best, id and second of each part and row: [V / 64, M rounded up] each."""
     m, vocab, block_n = hidden.shape[0], head.shape[0], tiling.block_n
+    parts = block_n // _TOKENS
     # noise takes the registers of the second 64 rows
     rows = _BLOCK if sampling is not None else matmul.rows_of_block(m)
     padded = mosaic.rounded_up(m, rows)
@@ -81,10 +83,14 @@ def _launch(
         *row_refs, best_ref, id_ref, second_ref, best_smem, id_smem, second_smem = rest
         column, block = lax.axis_index("column"), lax.axis_index("block")
 
-        def finish(i: int, logits: jax.Array) -> None:
+        def finish(i: int, sums: jax.Array) -> None:
+            for c in range(block_n // _TOKENS):  # a part at a time: registers
+                rank(i, sums[:, c * _TOKENS : (c + 1) * _TOKENS], column * parts + c)
+
+        def rank(i: int, logits: jax.Array, part: jax.Array) -> None:
             here = mosaic.ds(block * rows + i * _BLOCK, _BLOCK)
             local = mosaic.broadcasted_iota(jnp.int32, logits.shape, 1, layout=layout)
-            ids = local + column * block_n
+            ids = local + part * _TOKENS
 
             def wide(x: jax.Array) -> jax.Array:
                 return lax.broadcast_in_dim(x, logits.shape, (0,))
@@ -100,19 +106,19 @@ def _launch(
             best_smem[...], id_smem[...], second_smem[...] = best, first, second
             mosaic.commit_smem()
             for smem, ref in ((best_smem, best_ref), (id_smem, id_ref), (second_smem, second_ref)):
-                mosaic.copy_smem_to_gmem(smem, ref.at[column, here])
+                mosaic.copy_smem_to_gmem(smem, ref.at[part, here])
 
         matmul.stream(x_ref, w_ref, finish, rows, block, column, 0, tiling)
         mosaic.wait_smem_to_gmem(0)
 
-    blocks = vocab // block_n
+    blocks = vocab // _TOKENS
     kernel = mosaic.kernel(
         verify_head_blocks,
         out_type=[
             jax.ShapeDtypeStruct((blocks, padded), t) for t in (jnp.float32, jnp.int32, jnp.float32)
         ],
         scratch_types=[mosaic.SMEM((_BLOCK,), t) for t in (jnp.float32, jnp.int32, jnp.float32)],
-        grid=(blocks, padded // rows),
+        grid=(vocab // block_n, padded // rows),
         grid_names=("column", "block"),
         interpret=interpret,
     )
@@ -124,8 +130,8 @@ def top_two(logits: jax.Array, ids: jax.Array, wide: Any) -> tuple[jax.Array, ..
     """Largest of each row, its id and the second largest, inside of a kernel.
 
     Args:
-      logits: [64, block_n] float32.
-      ids: [64, block_n] int32, rising.
+      logits: [64, tokens] float32.
+      ids: [64, tokens] int32, rising.
       wide: spreads a value a row over its logits.
     """
     wrong = logits != logits

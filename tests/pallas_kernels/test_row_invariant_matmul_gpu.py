@@ -86,6 +86,23 @@ def test_parts_of_k_are_added_from_left_to_right() -> None:
     assert float(jax.jit(gpu.add_parts)(parts)[0, 0]) == 0.0
 
 
+@settings(max_examples=6)
+@given(
+    m=st.sampled_from((1, 8, 9, 63, 65, 129)),
+    n=st.sampled_from((64, 128, 192)),
+    steps=st.sampled_from((1, 2, 3)),
+    splits=st.sampled_from((1, 2)),
+)
+def test_any_shape(m: int, n: int, steps: int, splits: int) -> None:
+    """Small integers, so that every order of addition gives the same; fewer steps than stages."""
+    k = 64 * steps * splits
+    rng = np.random.default_rng(m + n + k)
+    x = jnp.asarray(rng.integers(-3, 4, (m, k)), jnp.bfloat16)
+    w = jnp.asarray(rng.integers(-3, 4, (n, k)), jnp.bfloat16)
+    y = run(x, w, tiling=specs.Tiling(64, 64, splits, 4))
+    np.testing.assert_array_equal(y, np.asarray(x, np.float32) @ np.asarray(w, np.float32).T)
+
+
 def grouped(x: jax.Array, w: jax.Array, experts: np.ndarray, races: bool = False) -> np.ndarray:
     with on_abstract(TARGETS["h100"]):
         params = mosaic.interpret_params(detect_races=races)

@@ -17,12 +17,12 @@ from pallas_kernels.native import KernelError
 from pallas_kernels.row_invariant_matmul import mosaic_gpu as matmul
 from pallas_kernels.verify_head import mosaic_gpu, reference, specs
 
-V, H = 320, 128
+V, H = 192, 128
 RNG = np.random.default_rng(0)
 # small integers: sums are exact in any order, and ties are frequent
 X = jnp.asarray(RNG.integers(-2, 3, (70, H)), jnp.bfloat16)
 W = jnp.asarray(RNG.integers(-1, 2, (V, H)), jnp.bfloat16)
-W = W.at[200:260].set(W[:60])  # the same rows in another block: every one of them ties
+W = W.at[130:190].set(W[:60])  # the same rows in another block: every one of them ties
 LOGITS = X.astype(jnp.float32) @ W.astype(jnp.float32).T
 
 
@@ -74,7 +74,7 @@ def test_rows_that_are_not_numbers_keep_to_themselves() -> None:
     assert ids[1] == 0 and np.isnan(best[1]) and np.isnan(margin[1])
     keep = [0, 2, 3]
     assert_same((ids[keep], best[keep], margin[keep]), reference.choose(LOGITS[jnp.array(keep)]))
-    w = W.at[77].set(jnp.nan).at[250].set(jnp.nan)
+    w = W.at[77].set(jnp.nan).at[150].set(jnp.nan)
     assert (run(X[:2], w)[0] == 77).all()
     low = jnp.zeros((1, H), jnp.bfloat16).at[0, 0].set(-jnp.inf)
     ids, best, margin = run(low, jnp.ones((V, H), jnp.bfloat16))
@@ -82,16 +82,16 @@ def test_rows_that_are_not_numbers_keep_to_themselves() -> None:
 
 
 def test_sampled_rows_take_the_noise_of_their_position() -> None:
-    keys = jnp.asarray(RNG.integers(0, 2**32, (66, 2)), jnp.uint32)
-    temperature = jnp.asarray([0.0, 1.0, 0.5] * 22, jnp.float32)
-    found = run(X[:66], sampling=mosaic_gpu.Sampling(keys, temperature), races=True)
+    keys = jnp.asarray(RNG.integers(0, 2**32, (6, 2)), jnp.uint32)
+    temperature = jnp.asarray([0.0, 1.0, 0.5] * 2, jnp.float32)
+    found = run(X[:6], sampling=mosaic_gpu.Sampling(keys, temperature), races=True)
     assert not mosaic.races_found()
     noise = jax.vmap(lambda k: token_noise(k, jnp.arange(V, dtype=jnp.int32)))(keys)
     warm = temperature[:, None] > 0
-    scaled = LOGITS[:66] / jnp.where(warm, temperature[:, None], 1.0)
-    ids, best, margin = reference.choose(jnp.where(warm, scaled + noise, LOGITS[:66]))
+    scaled = LOGITS[:6] / jnp.where(warm, temperature[:, None], 1.0)
+    ids, best, margin = reference.choose(jnp.where(warm, scaled + noise, LOGITS[:6]))
     decided = np.asarray(margin) > 1e-3  # no near tie
-    assert decided[1::3].mean() > 0.9
+    assert decided[1::3].all()
     np.testing.assert_array_equal(found[0][decided], np.asarray(ids)[decided])
     np.testing.assert_allclose(found[1], np.asarray(best), rtol=1e-6, atol=1e-5)
     np.testing.assert_array_equal(found[0][::3], np.asarray(ids)[::3])  # greedy rows: exactly
