@@ -171,6 +171,7 @@ def _head_candidates(
         state.context.v,
         state.cached[:, None],
         chunk=plan.numerics.attention_chunk,
+        gpu=plan.numerics.gpu,
     )
     hidden = hidden[:, 0, :depth]
     rows = params.draft_lm
