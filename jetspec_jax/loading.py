@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,11 @@ from jetspec_jax.weights import (
     resolve_model,
 )
 from jetspec_jax.weights.packed import Packer
-from pallas_kernels import native
+from pallas_kernels import dispatch, native, triton_call
 from pallas_kernels import row_invariant_matmul as rim
 from pallas_kernels.row_invariant_matmul.specs import Arithmetic
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +73,18 @@ class Head:
         return sum(x.nbytes for x in jax.tree.leaves(self.params))
 
 
+def _check_gpu_kernels() -> None:
+    """Raises native.KernelError unless there are kernels for this GPU: Hopper's, or Triton's."""
+    here = dispatch.device()
+    if here.allows("mosaic_gpu"):
+        return
+    if not here.allows("triton"):
+        raise native.KernelError(
+            f"an NVIDIA GPU of compute capability 8.0 or later is needed, not {here.kind!r}"
+        )
+    triton_call.load("tree_attention")
+
+
 def resolve_kernels(engine: EngineConfig) -> str:
     """What `engine.kernels` means here: "cpu" (native), "gpu" (Pallas or Triton) or "xla".
 
@@ -77,19 +92,18 @@ def resolve_kernels(engine: EngineConfig) -> str:
         ConfigError: kernels asked for in a dtype they are not wired for.
         KernelError: kernels asked for, and they cannot be built or run here.
     """
-    on_gpu = jax.default_backend() == "gpu"
-    if engine.kernels == "gpu":
-        if not on_gpu:
-            raise KernelError(
-                f"kernels='gpu' need an NVIDIA GPU, and JAX runs on {jax.default_backend()!r}; "
-                "drop --kernels gpu"
-            )
-        if engine.dtype != "bfloat16":
-            raise ConfigError(
-                f"kernels='gpu' run bfloat16, not {engine.dtype}; add --dtype bfloat16"
-            )
-        return "gpu"
-    if on_gpu and engine.kernels == "auto" and engine.dtype == "bfloat16":
+    if engine.kernels == "gpu" and engine.dtype != "bfloat16":
+        raise ConfigError(f"kernels='gpu' run bfloat16, not {engine.dtype}; add --dtype bfloat16")
+    if engine.kernels == "gpu" or (
+        engine.kernels == "auto" and engine.dtype == "bfloat16" and jax.default_backend() == "gpu"
+    ):
+        try:
+            _check_gpu_kernels()
+        except native.KernelError as err:
+            if engine.kernels == "gpu":
+                raise KernelError(f"kernels='gpu': {err}") from err
+            _logger.warning("XLA instead of GPU kernels: %s", err)
+            return "xla"
         return "gpu"
     if engine.dtype != "float32":
         if engine.kernels == "cpu":

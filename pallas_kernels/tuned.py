@@ -1,9 +1,9 @@
 """Tuned parameters of the GPU kernels: JSON per kind of device and op, or the kernel's own choice.
 
 `tuned/<device>/<op>.json` holds `{form: {parameter: value}}`, with `"dim=128"` and the like for
-values that hold for one shape only. A parameter that changes the bits of a row (the length of a
-segment, a tile along K) may depend on the device and on the model, never on the number of rows or
-on the batch.
+values that hold for one shape only, and `"source"`: where the values come from. A parameter that
+changes the bits of a row (the length of a segment, a tile along K) may depend on the device and on
+the model, never on the number of rows or on the batch.
 """
 
 from __future__ import annotations

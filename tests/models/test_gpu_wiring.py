@@ -22,6 +22,8 @@ from jetspec_jax.models.decoder import Numerics
 from jetspec_jax.models.layers import moe
 from jetspec_jax.numerics import KernelWeight, for_kernels, linear, take_rows
 from jetspec_jax.testing import tiny_config, tiny_head, tiny_target
+from pallas_kernels import native, triton_call
+from pallas_kernels.gpu_target import TARGETS, on_abstract
 
 ENGINE = EngineConfig(kernels="xla", capacity=128, attention_chunk=64, prefill_chunk=32)
 
@@ -84,13 +86,27 @@ def test_an_engine_on_the_gpu_entries_writes_the_same_tokens():
     assert len({str(t) for t in tokens.values()}) == 1
 
 
-def test_gpu_kernels_are_refused_where_there_is_no_gpu(monkeypatch):
-    with pytest.raises(KernelError, match="need an NVIDIA GPU, and JAX runs on 'cpu'"):
-        resolve_kernels(EngineConfig(kernels="gpu", dtype="bfloat16"))
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert resolve_kernels(EngineConfig(dtype="bfloat16")) == "gpu"
+def test_gpu_kernels_run_where_there_are_some(monkeypatch, caplog):
+    asked = EngineConfig(kernels="gpu", dtype="bfloat16")
+    with pytest.raises(KernelError, match=r"an NVIDIA GPU of .* is needed, not 'cpu'"):
+        resolve_kernels(asked)
     with pytest.raises(ConfigError, match="run bfloat16, not float32; add --dtype bfloat16"):
         resolve_kernels(EngineConfig(kernels="gpu"))
+    free = EngineConfig(dtype="bfloat16")
+    assert resolve_kernels(free) == "xla"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with on_abstract(TARGETS["h100"]):
+        assert resolve_kernels(free) == resolve_kernels(asked) == "gpu"
+
+    def missing(op: str) -> None:
+        raise native.KernelError("triton is not installed")
+
+    monkeypatch.setattr(triton_call, "load", missing)
+    with on_abstract(TARGETS["rtx-pro-6000"]):
+        assert resolve_kernels(free) == "xla"
+        assert "XLA instead of GPU kernels: triton is not installed" in caplog.text
+        with pytest.raises(KernelError, match="triton is not installed"):
+            resolve_kernels(asked)
 
 
 def test_whole_programs_trace_without_memory():
