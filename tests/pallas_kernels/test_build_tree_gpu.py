@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from jetspec_jax.tree.build import build_tree, conditional_table
 from jetspec_jax.tree.oracle import best_prefixes
+from pallas_kernels import triton_call
 from pallas_kernels.build_tree import reference
 from pallas_kernels.build_tree.reference import Nodes
 from pallas_kernels.native import KernelError
@@ -116,3 +117,12 @@ def test_a_tie_resolved_the_wrong_way_is_found() -> None:
     turned = table[..., ::-1]
     with pytest.raises(AssertionError):
         check(kernel().build_tree(cleaned, turned, root, 16), [(tokens, logp)], 16, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nodes", [1, 16, 64, 256])
+def test_on_a_gpu(nodes: int) -> None:
+    batch = [random_table(seed, 15, 8, coarse=seed % 2 == 0, holes=seed > 4) for seed in range(8)]
+    module = triton_call.load("build_tree")
+    found = jax.jit(module.build_tree, static_argnums=3)(*operands(batch, 15), nodes)
+    check(found, batch, nodes, 15)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax.sampling import token_noise
+from pallas_kernels import triton_call
 from pallas_kernels.native import KernelError
 from pallas_kernels.row_invariant_matmul import reference as matmul_reference
 from pallas_kernels.row_invariant_matmul import specs
@@ -100,3 +101,27 @@ def test_what_does_not_fit_is_refused() -> None:
         matmul(X[:, :100], W[:, :100], tiling=None)
     with pytest.raises(KernelError, match="multiples of 64"):
         interpreted("verify_head").verify_head(X, W[:100])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", specs.GPU_SHAPES[:6], ids=lambda s: s.name)
+def test_on_a_gpu_rows_have_the_same_bits_for_every_m(shape: specs.Shape) -> None:
+    """What interpretation cannot show: that mma.sync treats its rows alike."""
+    call = jax.jit(triton_call.load("row_invariant_matmul").matmul)
+    x = jnp.asarray(RNG.standard_normal((256, shape.k)), jnp.bfloat16)
+    w = jnp.asarray(RNG.standard_normal((shape.n, shape.k)), jnp.bfloat16)
+    full = np.asarray(call(x, w))
+    a, b = np.asarray(x[:2], np.float64), np.asarray(w, np.float64).T
+    # tensor cores may truncate where float32 rounds: twice the bound of rounding
+    assert (np.abs(full[:2] - a @ b) <= shape.k * 2.0**-23 * (np.abs(a) @ np.abs(b))).all()
+    for m in (1, 8, 63, 64, 65, 200):
+        np.testing.assert_array_equal(np.asarray(call(x[:m], w)), full[:m], str(m))
+    np.testing.assert_array_equal(np.asarray(call(x[::-1], w))[::-1], full)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_choice_is_the_references() -> None:
+    x, w, logits = integers()
+    found = jax.jit(triton_call.load("verify_head").verify_head)(x, w)
+    for a, b in zip(found, reference.choose(logits), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
