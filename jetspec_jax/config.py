@@ -19,7 +19,7 @@ SCRIPTED = "scripted"  # a test double (testing.py): drafts given tokens
 BUILDERS = ("exact", "chain", "accum_logp", "top2gap", "depth_rank_histogram")
 MAX_BUDGET = 256  # tree nodes; the published systems go no further
 NUMERICS = ("fast", "bitwise")
-KERNELS = ("auto", "cpu", "xla")
+KERNELS = ("auto", "cpu", "gpu", "xla")
 WEIGHTS = ("stored", "float32")
 DRAFT_WEIGHTS = ("q8_0", "stored")
 ARITHMETIC = ("auto", "float", "integer")
@@ -302,7 +302,7 @@ class EngineConfig(_FromMapping):
     )
     dtype: str = "float32"
     numerics: str | None = None  # fast | bitwise; None: bitwise where it is free (native kernels)
-    kernels: str = "auto"  # auto | cpu (native, XLA FFI) | xla
+    kernels: str = "auto"  # auto | cpu (native, XLA FFI) | gpu (Pallas, Triton) | xla
     weights: str = "stored"  # stored | float32
     draft_weights: str = "q8_0"  # q8_0 | stored (as `weights`)
     arithmetic: str = "auto"  # auto | float | integer

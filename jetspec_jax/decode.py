@@ -20,6 +20,7 @@ from jetspec_jax import policy
 from jetspec_jax.cache import KVCache, after, commit, gather_rows
 from jetspec_jax.drafting import draft_tree, extend_context
 from jetspec_jax.models.decoder import forward_block, head_logits, lm_head_weight
+from jetspec_jax.numerics import KernelWeight
 from jetspec_jax.plan import RoundPlan
 from jetspec_jax.sampling import choose, greedy, token_noise
 from jetspec_jax.state import (
@@ -132,11 +133,17 @@ def _walk(plan: RoundPlan, tree: Tree, choice: Array) -> _Walk:
 def _walk_logits(
     plan: RoundPlan, params: EngineParams, state: DecodeState, tree: Tree, hidden: Array, nodes: int
 ) -> _Walk:
-    """The same for the first `nodes` nodes, by their logits: sampling and log-probabilities.
+    """The same for the first `nodes` nodes, by their logits: sampling and log-probabilities, and
+    greedy rounds where no kernel chooses without them.
 
     All rows of `hidden` [B, R, H] go through the LM head, R >= nodes (padded rounds need that).
     """
     tree = prune(tree, nodes)
+    weight = lm_head_weight(params.target)
+    if isinstance(weight, KernelWeight) and not plan.sampled and plan.logprobs is None:
+        rows = hidden[:, :nodes]
+        counts = jnp.full(rows.shape[:1], nodes, jnp.int32)
+        return _walk(plan, tree, verify_head(rows, weight.w, counts).ids)
     logits = head_logits(params.target, hidden)[:, :nodes]
     # a choice after the node at position p is the token at position p + 1
     positions = state.cached[:, None] + tree.depth + 1

@@ -14,6 +14,7 @@ from jetspec_jax import drafter
 from jetspec_jax.cache import KVCache, commit
 from jetspec_jax.config import SCRIPTED
 from jetspec_jax.models.decoder import embed_tokens
+from jetspec_jax.numerics.kernel_weight import KernelWeight
 from jetspec_jax.plan import RoundPlan
 from jetspec_jax.sampling import position_key, token_noise
 from jetspec_jax.state import RUNNING, DecodeState, EngineParams
@@ -21,6 +22,7 @@ from jetspec_jax.tree import (
     Candidates,
     Chains,
     Tree,
+    build_exact,
     build_tree,
     lookup_candidates,
     lookup_tree,
@@ -28,6 +30,7 @@ from jetspec_jax.tree import (
 )
 from jetspec_jax.tree.topology import padded_root
 from jetspec_jax.typing import Array
+from pallas_kernels import draft_head_topk
 from pallas_kernels.gumbel_noise import gumbel_noise
 
 
@@ -94,11 +97,14 @@ def draft_tree(plan: RoundPlan, params: EngineParams, state: DecodeState, draft_
             )(state.tokens, state.committed, anchor, max_depth)
         if plan.uses_head:
             cands = _head_candidates(plan, params, state, anchor)
-            tree = jax.vmap(
-                lambda c, a, m: build_tree(
-                    c, a, builder=spec.builder, budget=nodes, max_depth=m, spec=spec
-                )
-            )(cands, anchor, max_depth)
+            if plan.numerics.gpu and spec.builder == "exact":
+                tree = build_exact(cands, anchor, budget=nodes, max_depth=max_depth)
+            else:
+                tree = jax.vmap(
+                    lambda c, a, m: build_tree(
+                        c, a, builder=spec.builder, budget=nodes, max_depth=m, spec=spec
+                    )
+                )(cands, anchor, max_depth)
             if spec.drafter == "head":
                 return tree
         chains = jax.vmap(
@@ -165,8 +171,14 @@ def _head_candidates(
         state.context.v,
         state.cached[:, None],
         chunk=plan.numerics.attention_chunk,
+        gpu=plan.numerics.gpu,
     )
     hidden = hidden[:, 0, :depth]
+    rows = params.draft_lm
+    if isinstance(rows, KernelWeight) and head.path_head == "none" and not plan.sampled:
+        return Candidates(
+            *draft_head_topk.candidates(hidden, rows.w, plan.spec.width, ids=params.draft_ids)
+        )
     logits = drafter.draft_scores(params.draft, head, params.draft_lm, hidden)
     gate = drafter.path_gate(params.draft, head, hidden)
 

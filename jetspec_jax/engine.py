@@ -48,7 +48,7 @@ STACK_BUDGETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24)
 # Depths that the head drafts there: verification is so cheap that drafting counts, and few rounds
 # reach further (lookup's continuations may).
 STACK_HEAD_DEPTH = 4
-BRANCH_BUDGETS = {"cpu": (1, 4, 8, 16), "xla": (1, 4, 8)}
+BRANCH_BUDGETS = {"cpu": (1, 4, 8, 16), "gpu": (1, 16, 64), "xla": (1, 4, 8)}
 DEFAULT_CAPACITY = 2_048  # tokens a sequence, where the model's context allows
 LOOKUP_DEPTH = 8  # drafted tokens per round where no head sets the depth
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -140,7 +140,9 @@ class LLM:
             and head is not None
             and drafter.takes_native(head.params, head.config, head.lm_rows)
         )
-        self.bitwise = native if engine.numerics is None else engine.numerics == "bitwise"
+        # both kinds of kernels give rows whose bits do not depend on the number of rows
+        exact = target.kernels in ("cpu", "gpu")
+        self.bitwise = exact if engine.numerics is None else engine.numerics == "bitwise"
         self.model_config: ModelConfig = target.config
         self.draft_config: DraftConfig | None = head.config if head is not None else None
         self.programs = Programs(say)
@@ -227,7 +229,7 @@ class LLM:
         settings.
         """
         logprobs = [s.logprobs for s in sampling if s.logprobs is not None]
-        native = self._target.kernels == "cpu"
+        native, gpu = (self._target.kernels == kind for kind in ("cpu", "gpu"))
         bitwise = self.bitwise
         return RoundPlan(
             model=self.model_config,
@@ -237,10 +239,11 @@ class LLM:
             depth=(spec.depth or 0) if spec.enabled else 0,
             # XLA's row bits change with the number of rows: every forward of this engine then has
             # as many rows as its largest tree, plain decoding included
-            pad_rows=self.budgets(self.spec)[-1] if bitwise and not native else 1,
+            pad_rows=self.budgets(self.spec)[-1] if bitwise and not (native or gpu) else 1,
             prefill_chunk=self.engine.prefill_chunk,
             numerics=Numerics(
                 bitwise=bitwise,
+                gpu=gpu,
                 native=native,
                 stack=self._stack,
                 head=self._native_head,
@@ -261,7 +264,11 @@ class LLM:
             "path": str(self._target.path),
             "draft": None if head is None else str(head.path),
             "dtype": self.engine.dtype,
-            "kernels": {"cpu": "native CPU kernels (XLA FFI)", "xla": "XLA"}[self._target.kernels],
+            "kernels": {
+                "cpu": "native CPU kernels (XLA FFI)",
+                "gpu": "GPU kernels (Pallas Mosaic or Triton)",
+                "xla": "XLA",
+            }[self._target.kernels],
             "numerics": "bitwise" if self.bitwise else "fast",
             "capacity": self.capacity,
             "spec": dataclasses.asdict(self.spec),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from jetspec_jax.config import DraftConfig, EngineConfig, ModelConfig
 from jetspec_jax.errors import ConfigError, KernelError, ModelFileError
 from jetspec_jax.models import decoder
 from jetspec_jax.models.spec import WeightSpec
-from jetspec_jax.numerics import take_rows
+from jetspec_jax.numerics import for_kernels, take_rows
 from jetspec_jax.text import Tokenizer, load_tokenizer, tokenizer_from_gguf
 from jetspec_jax.typing import Array, Params, PyTree
 from jetspec_jax.weights import (
@@ -31,9 +32,11 @@ from jetspec_jax.weights import (
     resolve_model,
 )
 from jetspec_jax.weights.packed import Packer
-from pallas_kernels import native
+from pallas_kernels import dispatch, native, triton_call
 from pallas_kernels import row_invariant_matmul as rim
 from pallas_kernels.row_invariant_matmul.specs import Arithmetic
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Target:
     config: ModelConfig
     params: Params
     tokenizer: Tokenizer
-    kernels: str  # which kernels run: "cpu" (native) or "xla"
+    kernels: str  # which kernels run: "cpu" (native), "gpu" (Pallas, Triton) or "xla"
     bundled: bool
 
     @property
@@ -71,13 +74,38 @@ class Head:
         return sum(x.nbytes for x in jax.tree.leaves(self.params))
 
 
+def _check_gpu_kernels() -> None:
+    """Raises native.KernelError unless there are kernels for this GPU: Hopper's, or Triton's."""
+    here = dispatch.device()
+    if here.allows("mosaic_gpu"):
+        return
+    if not here.allows("triton"):
+        raise native.KernelError(
+            f"an NVIDIA GPU of compute capability 8.0 or later is needed, not {here.kind!r}"
+        )
+    triton_call.load("tree_attention")
+
+
 def resolve_kernels(engine: EngineConfig) -> str:
-    """What `engine.kernels` means here: "cpu" (native) or "xla".
+    """What `engine.kernels` means here: "cpu" (native), "gpu" (Pallas or Triton) or "xla".
 
     Raises:
-        ConfigError: native kernels asked for in a dtype they are not wired for.
-        KernelError: native kernels asked for, and they cannot be built here.
+        ConfigError: kernels asked for in a dtype they are not wired for.
+        KernelError: kernels asked for, and they cannot be built or run here.
     """
+    if engine.kernels == "gpu" and engine.dtype != "bfloat16":
+        raise ConfigError(f"kernels='gpu' run bfloat16, not {engine.dtype}; add --dtype bfloat16")
+    if engine.kernels == "gpu" or (
+        engine.kernels == "auto" and engine.dtype == "bfloat16" and jax.default_backend() == "gpu"
+    ):
+        try:
+            _check_gpu_kernels()
+        except native.KernelError as err:
+            if engine.kernels == "gpu":
+                raise KernelError(f"kernels='gpu': {err}") from err
+            _logger.warning("XLA instead of GPU kernels: %s", err)
+            return "xla"
+        return "gpu"
     if engine.dtype != "float32":
         if engine.kernels == "cpu":
             raise ConfigError(
@@ -210,6 +238,8 @@ def load_target(
             f"arithmetic='integer' needs Q4_1, Q4_0 or Q8_0 weights, and {source.path.name} has "
             "none; drop --arithmetic"
         )
+    if kernels == "gpu":
+        params = for_kernels(params)
     _return_memory()
     return Target(source.path, config, params, tokenizer, kernels, model is None)
 

@@ -82,7 +82,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--numerics",
         choices=NUMERICS,
-        help="bitwise: logits equal to plain decoding bit for bit (default with native kernels, "
+        help="bitwise: logits equal to plain decoding bit for bit (default with kernels, "
         "where it is free); fast: the default with XLA",
     )
     group.add_argument("--kernels", choices=KERNELS, help="matmul kernels (default: auto)")

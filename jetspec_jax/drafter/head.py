@@ -19,6 +19,7 @@ from jetspec_jax.models.rope import rope_tables
 from jetspec_jax.models.spec import Declaration, WeightSpec
 from jetspec_jax.numerics import linear, online_attention
 from jetspec_jax.typing import Array, Params, PyTree
+from pallas_kernels.tree_attention import tree_attention
 
 LayerKV = tuple[Array, Array]  # k, v, each [B, K, S, h]; k normed and rotated
 
@@ -135,6 +136,7 @@ def draft_block(
     *,
     chunk: int = 256,
     remat: bool = False,
+    gpu: bool = False,
 ) -> Array:
     """Forward of A blocks a sequence, each blind to the others.
 
@@ -148,6 +150,8 @@ def draft_block(
             anchor a sequence and lengths, only the live part of the cache is read (S must then be a
             multiple of `chunk`).
         chunk: context rows per loop turn of that form.
+        gpu: attention of that form by the kernels of the GPU at hand (`tree_attention`); the XLA
+            form is a loop, and XLA reads a loop's predicate on the host at every turn.
         remat: recompute each layer in the backward pass instead of keeping its activations.
 
     Returns:
@@ -171,7 +175,7 @@ def draft_block(
         q = rotate(rms_norm(q, p["q_norm"], cfg.rms_eps), cos, sin)
         k, v = _keys_values(p, cfg, h, cos, sin)  # [B, A, bs, K, h]
         if streaming:
-            out = _stream(q, past_k, past_v, ctx_visible[:, 0], k, v, triangle, cfg, chunk)
+            out = _stream(q, past_k, past_v, ctx_visible[:, 0], k, v, triangle, cfg, chunk, gpu)
         else:
             out = _dense(q, past_k, past_v, ctx_visible, k, v, triangle, cfg)
         x = x + linear(out.astype(x.dtype), p["o"])
@@ -195,23 +199,19 @@ def _stream(
     triangle: Array,
     cfg: DraftConfig,
     chunk: int,
+    gpu: bool,
 ) -> Array:
     """One block a sequence over the live part of the cache -> [B, 1, bs, Q * h]."""
     batch, _, slots, heads, dim = q.shape
     group = heads // cfg.num_kv_heads
     grouped = q[:, 0].reshape(batch, slots, cfg.num_kv_heads, group, dim).transpose(0, 2, 3, 1, 4)
     mask = jnp.broadcast_to(triangle[None], (batch, slots, slots))
-    out = online_attention(
-        grouped,
-        ctx_k,
-        ctx_v,
-        lengths,
-        k[:, 0].transpose(0, 2, 1, 3),
-        v[:, 0].transpose(0, 2, 1, 3),
-        mask,
-        scale=dim**-0.5,
-        chunk=min(chunk, ctx_k.shape[2]),
-    )
+    own_k, own_v = (x[:, 0].transpose(0, 2, 1, 3) for x in (k, v))
+    operands = (grouped, ctx_k, ctx_v, lengths, own_k, own_v, mask)
+    if gpu:
+        out = tree_attention(*operands, scale=dim**-0.5)
+    else:
+        out = online_attention(*operands, scale=dim**-0.5, chunk=min(chunk, ctx_k.shape[2]))
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, 1, slots, heads * dim)
 
 

@@ -19,10 +19,17 @@ from jetspec_jax.config import ModelConfig
 from jetspec_jax.models.layers import moe, rms_norm, swiglu
 from jetspec_jax.models.rope import apply_rope, inverse_frequencies, rope_tables
 from jetspec_jax.models.spec import Declaration, WeightSpec
-from jetspec_jax.numerics import fold_attention, linear, online_attention, take_rows
+from jetspec_jax.numerics import (
+    KernelWeight,
+    fold_attention,
+    linear,
+    online_attention,
+    take_rows,
+)
 from jetspec_jax.typing import Array, Params, PyTree
 from pallas_kernels import decoder_stack as stack
 from pallas_kernels import row_invariant_matmul as rim
+from pallas_kernels.row_invariant_matmul.arrays import project
 from pallas_kernels.tree_attention import tree_attention
 
 
@@ -32,6 +39,8 @@ class Numerics:
 
     Attributes:
         bitwise: order-true attention and norms (algorithm.md section 6, level 2).
+        gpu: attention by the kernels of the GPU at hand (`pallas_kernels.dispatch`), which are
+            order-true. Weights marked by `numerics.for_kernels` go through kernels in any case.
         native: attention by the native CPU kernel, which is order-true in any case.
         stack: all layers by the native CPU kernel, where it takes them (`takes_stack`); rows are
             then ragged: a forward costs what its `counts` say.
@@ -40,6 +49,7 @@ class Numerics:
     """
 
     bitwise: bool = False
+    gpu: bool = False
     native: bool = False
     stack: bool = False
     head: bool = False
@@ -47,6 +57,8 @@ class Numerics:
 
     def attend(self, *operands: Array, scale: float) -> Array:
         """`numerics.online_attention` or another implementation of the same function."""
+        if self.gpu:
+            return tree_attention(*operands, scale=scale)
         if self.native:
             return tree_attention(*operands, scale=scale, implementation="cpu")
         form = fold_attention if self.bitwise else online_attention
@@ -179,7 +191,10 @@ def lm_head_weight(params: Params) -> PyTree:
 
 def head_logits(params: Params, hidden: Array) -> Array:
     """hidden [..., H] (after the final norm) -> logits [..., V] float32."""
-    return linear(hidden, lm_head_weight(params)).astype(jnp.float32)
+    weight = lm_head_weight(params)
+    if isinstance(weight, KernelWeight):
+        return project(hidden, weight.w)  # float32 sums as they are, as `verify_head` compares them
+    return linear(hidden, weight).astype(jnp.float32)
 
 
 def _split_heads(x: Array, heads: int) -> Array:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from jetspec_jax.numerics import linear, ordered_sum
+from jetspec_jax.numerics import KernelWeight, linear, ordered_sum
 from jetspec_jax.typing import Array, PyTree
+from pallas_kernels.row_invariant_matmul.arrays import project_grouped
 
 
 def rms_norm(x: Array, weight: Array, eps: float, *, ordered: bool = False) -> Array:
@@ -34,14 +37,14 @@ def swiglu(
 
 
 def moe(
-    x: Array, router: Array, gate_up: Array, down: Array, *, top_k: int, normalise: bool
+    x: Array, router: Array, gate_up: PyTree, down: PyTree, *, top_k: int, normalise: bool
 ) -> Array:
     """Mixture of experts as Qwen3-MoE: softmax over all experts, the best `top_k`, optionally
     renormalised.
 
     x [..., H], router [E, H], gate_up [E, 2F, H], down [E, H, F]. A row's result is a sum over its
     own experts in expert order, so its routing and its bits do not depend on the other rows (case
-    20).
+    20). Experts marked for the GPU's kernels go through its grouped product, each read once.
     """
     rows = x.reshape(-1, x.shape[-1])
     probs = jax.nn.softmax(linear(rows, router).astype(jnp.float32), -1)
@@ -49,6 +52,8 @@ def moe(
     if normalise:
         weights = weights / weights.sum(-1, keepdims=True)
     weights = weights.astype(x.dtype)
+    if isinstance(gate_up, KernelWeight) and isinstance(down, KernelWeight):
+        return _grouped_experts(rows, weights, chosen, gate_up, down).reshape(x.shape)
 
     def add_expert(acc: Array, expert: tuple[Array, Array, Array]) -> tuple[Array, None]:
         index, w_in, w_out = expert
@@ -61,6 +66,24 @@ def moe(
         )
         return jnp.where(share > 0, acc + share * out, acc), None
 
-    experts = (jnp.arange(router.shape[0], dtype=jnp.int32), gate_up, down)
+    experts: Any = (jnp.arange(router.shape[0], dtype=jnp.int32), gate_up, down)
     acc, _ = jax.lax.scan(add_expert, jnp.zeros_like(rows), experts)
     return acc.reshape(x.shape)
+
+
+def _grouped_experts(
+    rows: Array, weights: Array, chosen: Array, gate_up: KernelWeight, down: KernelWeight
+) -> Array:
+    """Weighted sum of the chosen experts: rows [M, H], weights and chosen [M, k] -> [M, H]."""
+    count, top_k = chosen.shape
+    order = jnp.argsort(chosen, axis=1)
+    weights = jnp.take_along_axis(weights, order, axis=1)
+    experts = jnp.take_along_axis(chosen, order, axis=1).astype(jnp.int32).reshape(-1)
+    inputs = jnp.repeat(rows, top_k, axis=0)
+    gate, up = jnp.split(project_grouped(inputs, gate_up.w, experts).astype(rows.dtype), 2, -1)
+    outputs = project_grouped(jax.nn.silu(gate) * up, down.w, experts).astype(rows.dtype)
+    outputs = outputs.reshape(count, top_k, -1)
+    total = jnp.zeros_like(rows)
+    for i in range(top_k):
+        total = total + weights[:, i : i + 1] * outputs[:, i]
+    return total

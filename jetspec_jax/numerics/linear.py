@@ -1,5 +1,5 @@
-"""One entry for every projection: packed weights go to their kernel, weights with a compute dtype
-through a differentiable product, plain [out, in] arrays through XLA.
+"""One entry for every projection: packed weights and those marked for the GPU go to their kernels,
+weights with a compute dtype through a differentiable product, plain [out, in] arrays through XLA.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jetspec_jax.numerics.compute import ComputeWeight, trainable_dot
+from jetspec_jax.numerics.kernel_weight import KernelWeight
 from jetspec_jax.typing import Array, PyTree
 from pallas_kernels import row_invariant_matmul as rim
+from pallas_kernels.row_invariant_matmul.arrays import project
 
 # Up to this many rows XLA's CPU matmul is 10 to 20% faster with the weight as its left operand
 # (NOTES.md, 2026-11-30).
@@ -20,6 +22,8 @@ def linear(x: Array, w: PyTree, bias: Array | None = None) -> Array:
     """x [..., in] times w [out, in] transposed -> [..., out] in x.dtype, accumulated in float32."""
     if isinstance(w, rim.PackedWeight):
         y = rim.matmul(x, w).astype(x.dtype)
+    elif isinstance(w, KernelWeight):
+        y = project(x, w.w).astype(x.dtype)
     elif isinstance(w, ComputeWeight):
         if x.dtype == w.dtype:
             y = trainable_dot(x, w.w, w.dtype)
@@ -49,4 +53,6 @@ def take_rows(w: PyTree, ids: Array) -> Array:
     """
     if isinstance(w, rim.PackedWeight):
         return rim.take_rows(w, ids).astype(jnp.float32)
+    if isinstance(w, KernelWeight):
+        return w.w[ids]
     return w[ids]

@@ -1,7 +1,7 @@
 """Token trees: topology, builders, prompt lookup, merging and the acceptance walk."""
 
 from jetspec_jax.tree.accept import Acceptance, accept
-from jetspec_jax.tree.build import build_tree
+from jetspec_jax.tree.build import build_exact, build_tree
 from jetspec_jax.tree.lookup import Chains, lookup_candidates
 from jetspec_jax.tree.merge import lookup_tree, merge
 from jetspec_jax.tree.topology import (
@@ -27,6 +27,7 @@ __all__ = [
     "Tree",
     "accept",
     "ancestor_mask",
+    "build_exact",
     "build_tree",
     "depth_counts",
     "expected_commit",

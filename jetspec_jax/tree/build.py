@@ -14,6 +14,7 @@ from jetspec_jax.config import BUILDERS, SpecConfig
 from jetspec_jax.errors import ConfigError
 from jetspec_jax.tree.topology import Candidates, Tree, pad, root_only, settle, take
 from jetspec_jax.typing import Array
+from pallas_kernels import build_tree as kernels
 
 _NEVER = float("-inf")
 
@@ -67,6 +68,28 @@ def build_tree(
         cap = histogram_cap(spec.histogram, spec.histogram_threshold, depth, width)
         return _exact(cands.tokens, _cap(table, cap), root_token, budget)
     raise ConfigError(f"unknown tree builder {builder!r}; choose one of {', '.join(BUILDERS)}")
+
+
+def build_exact(cands: Candidates, root_token: Array, *, budget: int, max_depth: Array) -> Tree:
+    """The trees of `build_tree` with builder "exact" for a whole batch, by the op that makes them
+    in one launch on a GPU (`pallas_kernels.build_tree`; elsewhere its slower reference runs).
+
+    Args:
+        cands: tokens `[B, D, W]`, logp `[B, D, W, W]`.
+        root_token: [B] int32.
+        budget: slots N of each tree.
+        max_depth: [B] int32.
+
+    Returns:
+        Trees, leaves `[B, N]`.
+    """
+    table = jax.vmap(conditional_table)(cands, max_depth)
+    found = kernels.build_tree(cands.tokens, table, root_token, budget)
+    return Tree(
+        **found._asdict(),
+        source=jnp.zeros_like(found.token),
+        valid=found.score > _NEVER,
+    )
 
 
 def conditional_table(cands: Candidates, max_depth: Array | int) -> Array:

@@ -1,7 +1,10 @@
 """Commit of an accepted path: its keys and values go to the tail of every layer's cache, in place.
 
 As XLA ops that is a gather and an update per layer, for keys and for values, always of D + 1 rows;
-the native kernel (`cpu.cc`) is one call and writes the accepted rows only.
+the native kernel (`cpu.cc`) is one call and writes the accepted rows only. On a GPU it stays XLA: a
+scatter per layer, for keys and for values, compiles to one kernel each that works in place on
+donated caches and touches the accepted rows only, so that a kernel of ours could save launches and
+no memory traffic (`python -m pallas_kernels.gpu_compile --match accept_commit` counts them).
 """
 
 from collections.abc import Sequence
@@ -43,15 +46,16 @@ def accept_commit(
     """Slot start[b] + i of sequence b gets row path[b, i], for i < counts[b].
 
     Args:
-      cache_k: per layer [B, K, S, h] float32; donate them to the enclosing jit, or XLA copies.
-      cache_v: per layer [B, K, S, h] float32.
-      new_k: [L, B, K, T, h] float32 rows of this round (`decoder_stack`).
-      new_v: [L, B, K, T, h] float32.
+      cache_k: per layer [B, K, S, h], on a CPU float32; donate them to the enclosing jit, or XLA
+        copies.
+      cache_v: per layer [B, K, S, h].
+      new_k: [L, B, K, T, h] rows of this round (`decoder_stack`).
+      new_v: [L, B, K, T, h].
       path: [B, P] int32 rows in 0..T - 1, the accepted path from the root.
       start: [B] int32 first slot to write; start + counts <= S (checked when it runs).
       counts: [B] int32 rows to write, 0..P.
-      implementation: "auto" runs the native kernel where it can be built, else XLA; "cpu" and "xla"
-        insist.
+      implementation: "auto" runs the native kernel on a CPU where it can be built, else XLA; "cpu"
+        and "xla" insist.
 
     Returns:
       The caches' keys and values, per layer.
@@ -72,6 +76,12 @@ def accept_commit(
         raise native.KernelError(
             f"{specs.OP}: {len(caches)} caches {list(caches[0].shape)} and path {list(path.shape)} "
             f"do not fit rows {list(new_k.shape)}"
+        )
+    if dispatch.device().platform == "gpu":
+        dispatch.select(specs.OP, implementation, {})
+        return (
+            reference.accept_commit_by_scatter(cache_k, new_k, path, start, counts),
+            reference.accept_commit_by_scatter(cache_v, new_v, path, start, counts),
         )
     if dispatch.choose(specs.OP, implementation, native.library) == "xla":
         return (

@@ -1,6 +1,7 @@
 """Row-invariant projection: see `api`."""
 
 from pallas_kernels.row_invariant_matmul.api import gated_matmul, matmul, take_rows
+from pallas_kernels.row_invariant_matmul.arrays import project, project_grouped
 from pallas_kernels.row_invariant_matmul.packing import (
     PackedWeight,
     gather,
@@ -21,6 +22,8 @@ __all__ = [
     "pack",
     "pack_gguf",
     "pack_panels",
+    "project",
+    "project_grouped",
     "resolve",
     "take_rows",
     "unpack",

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch, native
-from pallas_kernels.row_invariant_matmul import packing, reference, specs
+from pallas_kernels.row_invariant_matmul import arrays, packing, reference, specs
 from pallas_kernels.row_invariant_matmul.packing import PackedWeight
 
 
@@ -32,7 +32,8 @@ def matmul(
     """x @ w.T (+ bias) (+ residual), float32 sums.
 
     Args:
-      x: [..., k]; computed in float32.
+      x: [..., k]; computed in float32. A bfloat16 x and a bfloat16 weight that is not in panels
+        are multiplied as they are, by the GPU kernels where there are any (`project`).
       packed: weight [n, k] from `pack` or `pack_gguf`.
       bias: [n], added to the finished sum.
       residual: [..., n], added last; both additions are rounded like separate ones.
@@ -55,7 +56,9 @@ def matmul(
         raise native.KernelError(
             f"{specs.OP}: residual of shape {residual.shape} is not {(*lead, packed.n)}"
         )
-    if _choose(packed, implementation) == "cpu":
+    if _plain(x, packed):
+        y = arrays.project(rows, packed.data, implementation=implementation)
+    elif _choose(packed, implementation) == "cpu":
         extras: dict[str, jax.Array] = {}
         if bias is not None:
             extras["bias"] = bias.astype(jnp.float32)
@@ -63,7 +66,8 @@ def matmul(
             extras["residual"] = residual.reshape(-1, packed.n).astype(jnp.float32)
         y = _call(packed, threads, False)(rows, packed.data, extras)
         return y.reshape(*lead, packed.n)
-    y = _xla(rows, packed)
+    else:
+        y = _xla(rows, packed)
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None, :]
     y = y.reshape(*lead, packed.n)
@@ -101,7 +105,8 @@ def gated_matmul(
     if odd:
         raise native.KernelError(f"{specs.OP}: a gated weight needs 2 f outputs, not {packed.n}")
     _check_bias(bias, packed)
-    if _choose(packed, implementation) == "cpu" and half % specs.PANEL == 0:
+    native_kernel = not _plain(x, packed) and _choose(packed, implementation) == "cpu"
+    if native_kernel and half % specs.PANEL == 0:
         extras = {} if bias is None else {"bias": bias.astype(jnp.float32)}
         y = _call(packed, threads, True)(rows, packed.data, extras)
     else:
@@ -140,7 +145,13 @@ def _rows(x: jax.Array, packed: PackedWeight) -> jax.Array:
         raise native.KernelError(
             f"{specs.OP}: x of shape {x.shape} does not fit a weight [{packed.n}, {packed.k}]"
         )
-    return x.reshape(int(np.prod(x.shape[:-1])), packed.k).astype(jnp.float32)
+    rows = x.reshape(int(np.prod(x.shape[:-1])), packed.k)
+    return rows if _plain(x, packed) else rows.astype(jnp.float32)
+
+
+def _plain(x: jax.Array, packed: PackedWeight) -> bool:
+    """Whether both are bfloat16 and the weight is as stored: what GPU kernels take."""
+    return packed.layout == "rows" and packed.format == "bf16" and x.dtype == jnp.bfloat16
 
 
 def _check_bias(bias: jax.Array | None, packed: PackedWeight) -> None:

@@ -228,6 +228,17 @@ def matmul_rows(x: jax.Array, w: jax.Array) -> jax.Array:
     )
 
 
+def matmul_arrays(x: jax.Array, w: jax.Array) -> jax.Array:
+    """XLA form on a weight in x's dtype: x [M, K], w [N, K] -> [M, N], summed in float32."""
+    return jax.lax.dot_general(
+        x,
+        w,
+        (((1,), (1,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """float32 a * b + c rounded once, as the hardware instruction does.
 
@@ -303,3 +314,17 @@ def matmul_integer(x: np.ndarray, rows: np.ndarray, kind: str) -> np.ndarray:
                 sums = whole[:, b].sum(axis=-1).astype(np.float32)[:, None]
                 acc = fma(m[:, b], s * sums, acc)
     return acc
+
+
+def matmul_grouped(x: jax.Array, w: jax.Array, experts: jax.Array) -> jax.Array:
+    """Row i times the weight of its expert: x [A, K], w [E, N, K], experts [A] -> [A, N] float32.
+
+    Gathers a weight a row: a specification, not for large A.
+    """
+    return jnp.einsum(
+        "ak,ank->an",
+        x.astype(jnp.float32),
+        w.astype(jnp.float32)[experts],
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )

@@ -2,6 +2,8 @@
 
 from typing import Literal, NamedTuple
 
+from pallas_kernels.geometries import GEOMETRIES, Geometry
+
 OP = "row_invariant_matmul"
 PANEL = 32  # outputs beside each other in a packed panel; cpu.cc names the same number
 BLOCK = 32  # inputs that share a scale in the quantised formats
@@ -77,6 +79,91 @@ SMOLLM2_135M = (
     Shape("down", 576, 1536),
     Shape("lm_head", 49152, 576),
     Shape("draft_head", 12288, 576),
+)
+
+
+# --- GPU -----------------------------------------------------------------------------------------
+
+ROW_BLOCK = 64  # rows of one wgmma: fewer are padded on the chip, more are further wgmmas
+GPU_ROWS = (1, 8, 16, 32, 64, 128, 256)  # M of the compile check and the bench
+_BUSY = 120  # blocks that occupy a Hopper GPU (132 multiprocessors) well
+
+
+class Tiling(NamedTuple):
+    """How a GPU kernel cuts a weight. A function of the weight alone, never of M: with it every
+    order of addition is fixed.
+
+    Attributes:
+      block_n: outputs of a block.
+      block_k: inputs of a step.
+      splits: parts of K, summed by different blocks, then from left to right.
+      stages: steps in flight.
+    """
+
+    block_n: int
+    block_k: int
+    splits: int
+    stages: int
+
+
+def tiling(n: int, k: int, *, split: bool = True) -> Tiling | None:
+    """Tiling of a weight [n, k]; None where the GPU kernels do not take it.
+
+    Wide blocks re-read the rows less often, so they come first; then the fewest parts of K that
+    occupy the GPU. Parts have at least 1,024 inputs: at 64 rows their sums, written and read again,
+    are then a quarter of the weight at most.
+    """
+    block_k = 64
+    if n < 1 or k < 1 or n % 64 or k % block_k:
+        return None
+    steps, most = k // block_k, k // 1024 if split else 1
+    splits = [s for s in range(1, max(most, 1) + 1) if steps % s == 0]
+    for block_n in (128, 64):
+        for s in splits if n % block_n == 0 else ():
+            if n // block_n * s >= _BUSY:
+                return Tiling(block_n, block_k, s, 4)
+    return Tiling(64, block_k, splits[-1], 4)
+
+
+def projections(g: Geometry) -> tuple[Shape, ...]:
+    """Dense projections of a target model and of its draft head (the LM head is verify_head's)."""
+    name, d = g.name, g.draft
+    shapes = [
+        Shape(f"{name} qkv", g.qkv, g.hidden),
+        Shape(f"{name} o", g.hidden, g.q_width),
+        Shape(f"{name} draft fc", g.hidden, d.taps * g.hidden),
+        Shape(f"{name} draft kv", 2 * g.kv_width, g.hidden),
+    ]
+    if not g.experts:
+        shapes.append(Shape(f"{name} gate_up", 2 * g.ffn, g.hidden))
+        shapes.append(Shape(f"{name} down", g.hidden, g.ffn))
+    else:
+        shapes.append(Shape(f"{name} draft gate_up", 2 * d.ffn, g.hidden))
+        shapes.append(Shape(f"{name} draft down", g.hidden, d.ffn))
+    return tuple(shapes)
+
+
+GPU_SHAPES = tuple(shape for g in GEOMETRIES.values() for shape in projections(g))
+
+
+class GroupedShape(NamedTuple):
+    """One projection of `experts` experts of which every row takes `active`."""
+
+    name: str
+    n: int
+    k: int
+    experts: int
+    active: int
+
+
+GROUPED_SHAPES = tuple(
+    shape
+    for g in GEOMETRIES.values()
+    if g.experts
+    for shape in (
+        GroupedShape(f"{g.name} experts gate_up", 2 * g.ffn, g.hidden, g.experts, g.active),
+        GroupedShape(f"{g.name} experts down", g.hidden, g.ffn, g.experts, g.active),
+    )
 )
 
 

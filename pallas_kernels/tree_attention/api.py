@@ -4,15 +4,20 @@ The native kernel (`cpu.cc`) reads keys and values once per key head for all its
 the live part of the cache, and reduces in an order that is a function of a row's ordered list of
 visible keys alone: a row of a tree gets the bits that plain decoding of its path would give,
 wherever its ancestors lie (algorithm.md section 6).
+
+On NVIDIA GPUs `mosaic_gpu` (Hopper) and `triton` (others) keep the same promise by another order,
+chunks of logical positions; the three forms differ from each other in the last bits.
 """
 
-from typing import Literal
+import functools
+import importlib
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import dispatch, native
+from pallas_kernels import dispatch, native, triton_call, tuned
 from pallas_kernels.tree_attention import reference, specs
 
 _SYMBOL_OF_DTYPE = {"float32": "TreeAttentionF32", "bfloat16": "TreeAttentionBf16"}
@@ -44,6 +49,7 @@ def tree_attention(
     mask: jax.Array,
     *,
     scale: float,
+    pages: jax.Array | None = None,
     implementation: dispatch.Implementation = "auto",
     threads: int = 0,
 ) -> jax.Array:
@@ -58,8 +64,12 @@ def tree_attention(
       new_v: [B, K, T, h] their values.
       mask: [B, T, T] bool. For trees: ancestor-or-self, rows in topological order.
       scale: factor of the scores.
-      implementation: "auto" runs the native kernel for float32 and bfloat16 where it can be built,
-        else XLA; "cpu" or "xla" insist.
+      pages: [B, M] int32, or None. Given, the cache is in pages: cache_k and cache_v are
+        [P, K, page, h], slot s of sequence b is slot s % page of page pages[b, s // page], and
+        S = M * page. The CPU and XLA forms copy the pages together first.
+      implementation: "auto" runs on a CPU the native kernel for float32 and bfloat16 where it can
+        be built, on a GPU "mosaic_gpu" or "triton" where they take the call, else XLA; a name
+        insists.
       threads: most threads that the native kernel uses; 0: all that XLA's pool and the CPU affinity
         allow, but one for a small problem. The bits do not depend on it.
 
@@ -75,7 +85,14 @@ def tree_attention(
       jax.errors.JaxRuntimeError: when it runs (outside of jit a ValueError),
         a length outside 0..S (native kernel).
     """
-    _check(q, cache_k, cache_v, lengths, new_k, new_v, mask)
+    _check(q, cache_k, cache_v, lengths, new_k, new_v, mask, pages)
+    if implementation in ("mosaic_gpu", "triton") or dispatch.device().platform == "gpu":
+        form, kernel = _gpu_form(implementation, q, cache_k, pages)
+        if form != "xla":
+            return kernel(q, cache_k, cache_v, lengths, new_k, new_v, mask, pages, scale=scale)
+        implementation = "xla"
+    if pages is not None:
+        cache_k, cache_v = _gathered(cache_k, pages), _gathered(cache_v, pages)
     symbol = _SYMBOL_OF_DTYPE.get(q.dtype.name)
     if symbol is None and implementation == "cpu":
         raise native.KernelError(
@@ -104,6 +121,44 @@ def tree_attention(
     )
 
 
+def _gpu_form(
+    implementation: dispatch.Implementation,
+    q: jax.Array,
+    cache_k: jax.Array,
+    pages: jax.Array | None,
+) -> tuple[str, Any]:
+    """The form that serves this call and its function."""
+    kind, dim = dispatch.device().kind, q.shape[4]
+    found: dict[str, Any] = {}
+
+    def mosaic_gpu() -> None:
+        module = importlib.import_module("pallas_kernels.tree_attention.mosaic_gpu")
+        values = tuned.lookup(specs.OP, "mosaic_gpu", kind, {"segment": specs.SEGMENT}, dim=dim)
+        reason = module.unsupported(q, cache_k, pages, **values)
+        if reason:
+            raise native.KernelError(reason)
+        found["mosaic_gpu"] = functools.partial(module.tree_attention, **values)
+
+    def triton() -> None:
+        module = triton_call.load(specs.OP)
+        values = tuned.lookup(specs.OP, "triton", kind, module.heuristics(dim), dim=dim)
+        reason = module.unsupported(q, segment=values["segment"])
+        if reason:
+            raise native.KernelError(reason)
+        found["triton"] = functools.partial(module.tree_attention, **values)
+
+    forms = {"mosaic_gpu": mosaic_gpu, "triton": triton, "cpu": native.library}
+    form = dispatch.select(specs.OP, implementation, forms)
+    return form, found.get(form)
+
+
+def _gathered(cache: jax.Array, pages: jax.Array) -> jax.Array:
+    """[P, K, page, h] pages as [B, K, M * page, h]."""
+    _, heads, page, dim = cache.shape
+    batch, count = pages.shape
+    return cache[pages].swapaxes(1, 2).reshape(batch, heads, count * page, dim)
+
+
 def _check(
     q: jax.Array,
     cache_k: jax.Array,
@@ -112,12 +167,18 @@ def _check(
     new_k: jax.Array,
     new_v: jax.Array,
     mask: jax.Array,
+    pages: jax.Array | None,
 ) -> None:
     if q.ndim != 5:
         raise native.KernelError(f"{specs.OP}: q of shape {q.shape}: need [B, K, G, T, h]")
     batch, heads, _, rows, dim = q.shape
     capacity = cache_k.shape[2] if cache_k.ndim == 4 else 0
-    cached, new = (batch, heads, capacity, dim), (batch, heads, rows, dim)
+    blocks = batch if pages is None else cache_k.shape[0]
+    cached, new = (blocks, heads, capacity, dim), (batch, heads, rows, dim)
+    if pages is not None and (pages.ndim != 2 or pages.shape[0] != batch):
+        raise native.KernelError(
+            f"{specs.OP}: pages of shape {pages.shape}: need [{batch}, pages of a sequence]"
+        )
     for name, x, shape, dtype in (
         ("cache_k", cache_k, cached, q.dtype),
         ("cache_v", cache_v, cached, q.dtype),
@@ -131,3 +192,5 @@ def _check(
                 f"{specs.OP}: {name} is {x.dtype}{list(x.shape)}, but q {q.dtype}{list(q.shape)} "
                 f"needs {dtype}{list(shape)}"
             )
+    if pages is not None and pages.dtype != jnp.int32:
+        raise native.KernelError(f"{specs.OP}: pages are {pages.dtype}: need int32")

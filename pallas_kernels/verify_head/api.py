@@ -2,7 +2,7 @@
 
 The native kernel (`cpu.cc`) keeps the best two logits of each row while it reads the packed head
 once; [rows, V] logits (3 MB for 16 nodes of a 49,152-word vocabulary) are never written or read
-again.
+again. On a GPU `mosaic_gpu` and `triton` do the same with a bfloat16 head, and can sample.
 """
 
 from typing import NamedTuple
@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import dispatch, native
+from pallas_kernels import dispatch, gpu_forms, native
 from pallas_kernels import row_invariant_matmul as rim
+from pallas_kernels.row_invariant_matmul import reference as matmul_reference
 from pallas_kernels.row_invariant_matmul import specs as matmul_specs
-from pallas_kernels.verify_head import reference, specs
+from pallas_kernels.verify_head import gpu, reference, specs
 
 
 class Choice(NamedTuple):
@@ -27,20 +28,24 @@ class Choice(NamedTuple):
 
 def verify_head(
     hidden: jax.Array,
-    head: rim.PackedWeight,
+    head: rim.PackedWeight | jax.Array,
     counts: jax.Array,
     *,
+    sampling: gpu.Sampling | None = None,
     implementation: dispatch.Implementation = "auto",
     threads: int = 0,
 ) -> Choice:
-    """Greedy choice of each row.
+    """Choice of each row.
 
     Args:
-      hidden: [B, T, H] float32, after the final norm.
-      head: packed LM head [V, H].
+      hidden: [B, T, H] after the final norm; float32 for a packed head.
+      head: LM head [V, H], packed or, on a GPU, as it is.
       counts: [B] int32, rows of each sequence that are there, 0..T (checked when it runs).
-      implementation: "auto" runs the native kernel where it can be built and the head is in panels,
-        else XLA; "cpu" and "xla" insist.
+      sampling: for a plain head only: keys [B, T, 2] and temperature [B, T] of each row, whose
+        choice is then argmax(logits / temperature + noise); None: greedy.
+      implementation: "auto" runs, on a CPU, the native kernel where it can be built and the head is
+        in panels; on a GPU, for a plain head and bfloat16 in multiples of 64, "mosaic_gpu" or
+        "triton"; else XLA. A name insists.
       threads: most threads of the native kernel; 0: all there are. The result does not depend on
         it.
 
@@ -50,6 +55,12 @@ def verify_head(
     Raises:
       native.KernelError: shapes that do not fit, or an implementation that is not available.
     """
+    if isinstance(head, jax.Array):
+        return _plain(hidden, head, counts, sampling, implementation)
+    if (head.layout, head.format, hidden.dtype) == ("rows", "bf16", jnp.bfloat16):
+        return _plain(hidden, head.data, counts, sampling, implementation)
+    if sampling is not None:
+        raise native.KernelError(f"{specs.OP}: a packed head is greedy; add noise to its logits")
     if hidden.ndim != 3 or hidden.shape[-1] != head.k or counts.shape != hidden.shape[:1]:
         raise native.KernelError(
             f"{specs.OP}: hidden {list(hidden.shape)} and counts {list(counts.shape)} do not fit a "
@@ -81,3 +92,29 @@ def verify_head(
             threads=np.int64(threads),
         )
     )
+
+
+def _plain(
+    hidden: jax.Array,
+    head: jax.Array,
+    counts: jax.Array,
+    sampling: gpu.Sampling | None,
+    implementation: dispatch.Implementation,
+) -> Choice:
+    if hidden.ndim != 3 or hidden.shape[-1] != head.shape[-1] or counts.shape != hidden.shape[:1]:
+        raise native.KernelError(
+            f"{specs.OP}: hidden {list(hidden.shape)} and counts {list(counts.shape)} do not fit a "
+            f"head {list(head.shape)}"
+        )
+    batch, rows, width = hidden.shape
+    flat = hidden.reshape(batch * rows, width)
+    if sampling is not None:
+        sampling = gpu.Sampling(sampling.keys.reshape(-1, 2), sampling.temperature.reshape(-1))
+    module = gpu_forms.select(specs.OP, implementation, lambda: gpu.check(flat, head))
+    if module is None:
+        logits = matmul_reference.matmul_arrays(flat, head)
+        found = reference.choose(reference.perturb(logits, *sampling) if sampling else logits)
+    else:
+        found = module.verify_head(flat, head, sampling=sampling)
+    there = jnp.arange(rows)[None, :] < counts[:, None]
+    return Choice(*(jnp.where(there, t.reshape(batch, rows), 0).astype(t.dtype) for t in found))

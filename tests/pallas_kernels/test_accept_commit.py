@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import native
 from pallas_kernels.accept_commit import accept_commit
+from pallas_kernels.gpu_target import TARGETS, on_abstract
 from tests.pallas_kernels.test_decoder_stack import REFUSED
 from tests.pallas_kernels.test_tree_attention import same_bits
 
@@ -69,6 +70,13 @@ def _xla(k: Any, v: Any, *rest: Any) -> Any:
     return accept_commit(k, v, *rest, implementation="xla")
 
 
+@jax.jit
+def _scattered(k: Any, v: Any, *rest: Any) -> Any:
+    """The form of a GPU; the target is there while it is traced."""
+    with on_abstract(TARGETS["h100"]):
+        return accept_commit(k, v, *rest)
+
+
 def expect(case: Case) -> tuple[np.ndarray, np.ndarray]:
     out = case.cache_k.copy(), case.cache_v.copy()
     for to, new in zip(out, (case.new_k, case.new_v), strict=True):
@@ -96,6 +104,8 @@ def test_agrees_with_the_definition_and_with_xla(start: list[int], counts: list[
     case = make(1, start, counts)
     check(case, call(case))
     k, v = _xla(tuple(case.cache_k), tuple(case.cache_v), *case[2:])
+    check(case, (np.stack(k), np.stack(v)))
+    k, v = _scattered(tuple(case.cache_k), tuple(case.cache_v), *case[2:])
     check(case, (np.stack(k), np.stack(v)))
 
 
