@@ -17,8 +17,9 @@ from jetspec_jax.testing import EOS, tiny_target
 from jetspec_jax.weights import bundled_model_path, open_source
 from train import answers
 from train.prompts import training_prompts
-from train.regenerate import RegenConfig, Regenerator, main, restore
+from train.regenerate import main, restore
 from train.shards import ShardWriter
+from train.slots import RegenConfig, Regenerator
 
 TAPS, MAX_NEW = (0, 1), 24
 PROMPTS = ([72, 105, 33], [72, 105] + [40] * 70, [9, 8, 7, 6])  # one longer than a prefill chunk
