@@ -5,39 +5,66 @@
 Features are thousands of times larger than the tokens they belong to, and one forward brings them
 back: `train.regenerate --answers FILE` fills a data folder from a pack before it writes new
 answers. A pack holds ids of prompts and tokens of answers, no prompt text: prompts are drawn again
-from the same packages.
+from the same packages, and a checksum of the tokens before each answer tells whether it still
+belongs there.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jetspec_jax.errors import ConfigError, ModelFileError
 from train.cli import run_command
+from train.shards import spans_of
 
 # of data folders that were made before meta.json had them
 DEFAULTS = {"precision": "float32", "for_evaluation": False}
 _KEYS = ("target", "vocab_size", "seed", "temperature", "precision", "max_new", "for_evaluation")
 
 
+def _checksum(ids: Sequence[int] | np.ndarray) -> int:
+    return zlib.crc32(np.asarray(ids, "<i4").tobytes())
+
+
+class Answer(NamedTuple):
+    """One turn's tokens, [n] int32, and the checksum of all tokens before them; -1: not known."""
+
+    tokens: np.ndarray
+    before: int = -1
+
+    def follows(self, ids: Sequence[int]) -> bool:
+        """Whether it was written behind `ids`, as far as is known."""
+        return self.before in (-1, _checksum(ids))
+
+
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """`tokens[i]` [n] int32 answers the prompt `ids[i]`; `meta` says who wrote them and how."""
+    """`answers[i]` are those of the conversation `ids[i]`, in order; `meta` says who wrote them and
+    how."""
 
     ids: tuple[str, ...]
-    tokens: tuple[np.ndarray, ...]
+    answers: tuple[tuple[Answer, ...], ...]
     meta: dict[str, Any]
 
     @property
+    def flat(self) -> list[Answer]:
+        """All answers, in order."""
+        return [answer for written in self.answers for answer in written]
+
+    @property
     def count(self) -> int:
-        return sum(len(t) for t in self.tokens)
+        """Answer tokens."""
+        return sum(len(answer.tokens) for answer in self.flat)
 
 
 def collect(folder: Path) -> Answers:
@@ -51,35 +78,39 @@ def collect(folder: Path) -> Answers:
         lines = (folder / "manifest.jsonl").read_text(encoding="utf-8").splitlines()
         entries = [json.loads(line) for line in lines]
         ids: list[str] = []
-        tokens: list[np.ndarray] = []
+        found: list[tuple[Answer, ...]] = []
         for entry in entries:
             if "shard" not in entry:
                 continue
             file = folder / entry["shard"]
-            with file.open("rb") as handle, np.load(handle, allow_pickle=False) as shard:
-                spans = zip(entry["ids"], shard["prompt_len"], shard["length"], strict=True)
-                rows = shard["tokens"]
-                for row, (prompt_id, start, stop) in enumerate(spans):
-                    ids.append(prompt_id)
-                    tokens.append(rows[row, start:stop].astype(np.int32))
+            with file.open("rb") as handle, np.load(handle, allow_pickle=False) as stored:
+                wanted = {"tokens", "length", "prompt_len", "spans"} & set(stored.files)
+                shard = {name: stored[name] for name in wanted}
+            for row, prompt_id in enumerate(entry["ids"]):
+                tokens = shard["tokens"][row].astype(np.int32)
+                spans = spans_of(shard, row)
+                ids.append(prompt_id)
+                found.append(tuple(Answer(tokens[a:b], _checksum(tokens[:a])) for a, b in spans))
     except (OSError, ValueError, KeyError) as err:
         raise ModelFileError(
             f"{folder}: is no complete data folder ({str(err)[:100]}); make one with `python -m "
             "train.regenerate`"
         ) from err
-    return Answers(tuple(ids), tuple(tokens), {k: meta.get(k, DEFAULTS.get(k)) for k in _KEYS})
+    return Answers(tuple(ids), tuple(found), {k: meta.get(k, DEFAULTS.get(k)) for k in _KEYS})
 
 
 def write(answers: Answers, path: Path) -> None:
     """One compressed .npz, atomically."""
     part = path.with_suffix(".part")
     small = answers.meta["vocab_size"] <= 1 << 16
-    flat = np.concatenate([np.zeros(0, np.int32), *answers.tokens])
+    flat = np.concatenate([np.zeros(0, np.int32), *(a.tokens for a in answers.flat)])
     with part.open("wb") as file:
         np.savez_compressed(
             file,
             ids=np.asarray(answers.ids, "S16"),
-            length=np.asarray([len(t) for t in answers.tokens], np.int32),
+            turns=np.asarray([len(written) for written in answers.answers], np.int32),
+            length=np.asarray([len(a.tokens) for a in answers.flat], np.int32),
+            before=np.asarray([a.before for a in answers.flat], np.int64),
             tokens=flat.astype(np.uint16 if small else np.int32),
             meta=np.asarray(json.dumps(answers.meta)),
         )
@@ -87,7 +118,7 @@ def write(answers: Answers, path: Path) -> None:
 
 
 def read(path: Path) -> Answers:
-    """A pack.
+    """A pack; one without turns holds an answer for each conversation.
 
     Raises:
         ModelFileError: missing or damaged.
@@ -98,13 +129,19 @@ def read(path: Path) -> Answers:
             length, flat = file["length"], file["tokens"].astype(np.int32)
             ids = tuple(x.decode() for x in file["ids"])
             meta = json.loads(str(file["meta"]))
-        if int(length.sum()) != len(flat) or len(ids) != len(length) or (length < 1).any():
+            turns = file["turns"] if "turns" in file else np.ones(len(ids), np.int32)
+            before = file["before"] if "before" in file else np.full(len(length), -1)
+        counts = (len(flat), len(length), len(length), len(ids))
+        sums = (int(length.sum()), int(turns.sum()), len(before), len(turns))
+        if counts != sums or (length < 1).any() or (turns < 1).any():
             raise ValueError("its lengths do not add up")
     except Exception as err:
         raise ModelFileError(
             f"{path}: is no pack of answers ({_why(err)}); make one with `python -m train.answers`"
         ) from err
-    return Answers(ids, tuple(np.split(flat, np.cumsum(length)[:-1])) if ids else (), meta)
+    pieces = np.split(flat, np.cumsum(length)[:-1])
+    every = iter([Answer(*x) for x in zip(pieces, before.tolist(), strict=False)])
+    return Answers(ids, tuple(tuple(itertools.islice(every, n)) for n in turns.tolist()), meta)
 
 
 def _why(err: Exception) -> str:
@@ -133,7 +170,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ModelFileError(f"{args.data}: holds no answers yet")
     write(answers, Path(args.out))
     size = Path(args.out).stat().st_size
-    return {"sequences": len(answers.ids), "tokens": answers.count, "bytes": size}
+    counts = {"sequences": len(answers.ids), "answers": len(answers.flat)}
+    return counts | {"tokens": answers.count, "bytes": size}
 
 
 def main(argv: list[str] | None = None) -> int:

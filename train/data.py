@@ -5,22 +5,27 @@ A data folder holds shards (.npz or .safetensors). `train.regenerate` adds `mani
 lines with a `shard` are the complete shards, and `meta.json`, whose `taps` are the tapped layers.
 Arrays of a shard:
 
-    tokens     int32  [n, T]          right padded; tokens[:prompt_len] is the prompt, the answer
-    follows
-    length     int32  [n]             prompt and answer
+    tokens     int32  [n, T]          right padded; tokens[:prompt_len] is the prompt, the first
+        answer follows
+    length     int32  [n]             the whole conversation
     prompt_len int32  [n]
+    spans      int32  [n, S, 2]       [start, stop) of the answers that the target wrote, ascending,
+        padded with zeros (optional: without it one answer, from prompt_len to length)
     taps       uint16 [n, T, k, H]    bits of bfloat16; row t: outputs of the tapped layers at token
     t   (optional)
     final      uint16 [n, T, H]       bits of bfloat16; row t: hidden state after the final norm
         (optional)
 
-The last token's features are never used (nothing follows it), and may be zero.
+Labels are tokens of spans only; all else, such as the next question, is context. A block ends with
+the span that it begins in. The last token's features are never used (nothing follows it), and may
+be zero.
 Without taps and final the features are computed by `train.features` from the tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -33,14 +38,15 @@ import safetensors.numpy
 
 from jetspec_jax.errors import ModelFileError
 from train.config import DataConfig
+from train.shards import spans_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One prompt with its answer. `taps` and `final` are bfloat16 bits (uint16) or None."""
+    """One conversation with its answers. `taps` and `final` are bfloat16 bits (uint16) or None."""
 
     tokens: np.ndarray  # [length] int32
-    prompt_len: int
+    spans: tuple[tuple[int, int], ...]  # [start, stop) of each answer, ascending, start at least 1
     taps: np.ndarray | None  # [length, k, H] uint16
     final: np.ndarray | None  # [length, H] uint16
     origin: str  # shard and row, for messages
@@ -48,6 +54,28 @@ class Sample:
     @property
     def length(self) -> int:
         return len(self.tokens)
+
+    @functools.cached_property
+    def span_stop(self) -> np.ndarray:
+        """[length] int32: where the answer that holds the token ends; 0 for context."""
+        stops = np.zeros(self.length, np.int32)
+        for start, stop in self.spans:
+            stops[start:stop] = stop
+        return stops
+
+    @property
+    def answer(self) -> np.ndarray:
+        """[answer tokens] int32: what is learned."""
+        return self.tokens[self.span_stop > 0]
+
+    @property
+    def anchors(self) -> np.ndarray:
+        """Positions that a block can follow, ascending int32.
+
+        An anchor is the position of the last committed token: from the one before an answer (its
+        block starts with the answer's first token) to the answer's last but one.
+        """
+        return np.flatnonzero(self.span_stop[1:]).astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +90,7 @@ class Dataset:
 
     @property
     def answer_tokens(self) -> int:
-        return sum(s.length - s.prompt_len for s in self.train)
+        return sum(len(s.answer) for s in self.train)
 
 
 def _read_shard(path: Path) -> dict[str, np.ndarray]:
@@ -139,11 +167,11 @@ def _is_held_out(tokens: np.ndarray, share: float) -> bool:
 
 def load_dataset(cfg: DataConfig, *, allow_empty: bool = False) -> Dataset:
     """Read all shards of `cfg.path`; sequences longer than `max_tokens` are cut, those without an
-    answer rejected.
+    answer token rejected.
 
-    The split depends on the prompt's tokens only, so that growing data never moves a sequence
-    across it, and two answers to one prompt stay on the same side. `allow_empty`: an evaluation may
-    do without a training part.
+    The split depends on the tokens before the first answer only, so that growing data never moves a
+    sequence across it, and two answers to one prompt stay on the same side. `allow_empty`: an
+    evaluation may do without a training part.
 
     `limit` shortens the training part, the held-out part stays: learning curves over data.
 
@@ -163,23 +191,31 @@ def load_dataset(cfg: DataConfig, *, allow_empty: bool = False) -> Dataset:
             raise ModelFileError(
                 f"{path}: array {missing[0]!r} is missing; delete the shard and regenerate it"
             )
-        digest.update(arrays["tokens"].tobytes() + arrays["length"].tobytes())
+        for name in ("tokens", "length", "spans"):
+            digest.update(arrays[name].tobytes() if name in arrays else b"")
         for row in range(len(arrays["tokens"])):
-            stop = min(int(arrays["length"][row]), cfg.max_tokens)
-            prompt = int(arrays["prompt_len"][row])
-            if stop <= prompt or prompt < 1:
+            length = int(arrays["length"][row])
+            cut = min(length, cfg.max_tokens)
+            found = spans_of(arrays, row)
+            places = [place for span in found for place in span]
+            if places != sorted(places) or max(places, default=0) > length:
+                raise ModelFileError(
+                    f"{path}: row {row}: answers {found} overlap, or end behind its {length} "
+                    "tokens; delete the shard and regenerate it"
+                )
+            spans = tuple((a, min(b, cut)) for a, b in found if 1 <= a < cut)
+            if not spans:
                 rejected += 1
                 continue
             sequence = Sample(
-                np.asarray(arrays["tokens"][row, :stop], np.int32),
-                prompt,
+                np.asarray(arrays["tokens"][row, :cut], np.int32),
+                spans,
                 # copies, so that the padding of the shard is freed
-                *(arrays[k][row, :stop].copy() if k in arrays else None for k in ("taps", "final")),
+                *(arrays[k][row, :cut].copy() if k in arrays else None for k in ("taps", "final")),
                 origin=f"{path.name} row {row}",
             )
-            (held if _is_held_out(sequence.tokens[:prompt], cfg.held_out) else train).append(
-                sequence
-            )
+            prompt = sequence.tokens[: spans[0][0]]
+            (held if _is_held_out(prompt, cfg.held_out) else train).append(sequence)
     if not train and not (allow_empty and held):
         raise ModelFileError(
             f"{folder}: no sequence with an answer among {rejected + len(held)}; regenerate "
@@ -201,7 +237,7 @@ def draft_vocabulary(
     """
     counts = np.zeros(vocab, np.int64)
     for s in sequences:
-        counts += np.bincount(s.tokens[s.prompt_len :], minlength=vocab)[:vocab]
+        counts += np.bincount(s.answer, minlength=vocab)[:vocab]
     keep = np.unique(np.asarray([i for i in always if 0 <= i < vocab], np.int64))
     order = np.argsort(-counts, kind="stable")
     rest = order[~np.isin(order, keep)][: max(size - len(keep), 0)]
@@ -212,7 +248,7 @@ def coverage(sequences: Sequence[Sample], id_map: np.ndarray, vocab: int) -> flo
     """Share of answer tokens that the draft vocabulary holds."""
     known = np.zeros(vocab, bool)
     known[id_map] = True
-    hits = [known[s.tokens[s.prompt_len :]] for s in sequences]
+    hits = [known[s.answer] for s in sequences]
     return float(np.concatenate(hits).mean()) if hits else 0.0
 
 
@@ -240,15 +276,11 @@ def draw_anchors(
     sequence: Sample, count: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """`count` distinct anchors of a sequence, ascending, and which of them are real ([count] int32,
-    [count] bool).
-
-    An anchor is the position of the last committed token: from the prompt's last token (its block
-    starts with the first answer token) to the last position that has a token after it.
-    """
-    first, stop = sequence.prompt_len - 1, sequence.length - 1
-    chosen = np.sort(rng.permutation(np.arange(first, stop, dtype=np.int32))[:count])
+    [count] bool)."""
+    every = sequence.anchors
+    chosen = np.sort(rng.permutation(every)[:count])
     valid = np.arange(count) < len(chosen)
-    return np.resize(chosen, count) * valid + first * ~valid, valid
+    return np.resize(chosen, count) * valid + every[0] * ~valid, valid
 
 
 def pad_length(longest: int, bucket: int) -> int:
@@ -264,7 +296,9 @@ def assemble(
     rows = pad_length(max(s.length for s in sequences), bucket)
     out: dict[str, np.ndarray] = {
         "tokens": np.zeros((len(sequences), rows), np.int32),
-        "length": np.asarray([s.length for s in sequences], np.int32),
+        "stop": np.stack(
+            [s.span_stop[a + 1] for s, (a, _) in zip(sequences, anchors, strict=True)]
+        ),
         "anchors": np.stack([a for a, _ in anchors]).astype(np.int32),
         "valid": np.stack([v for _, v in anchors]),
     }
@@ -304,7 +338,7 @@ def train_batch(data: Dataset, cfg: DataConfig, step: int) -> dict[str, np.ndarr
 def held_out_batches(
     data: Dataset, cfg: DataConfig, sequences: int, anchors: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Fixed batches of the held-out part: evenly spaced whole blocks where the answer is long
+    """Fixed batches of the held-out part: evenly spaced whole blocks where the answers are long
     enough."""
     chosen = sorted(data.held_out[:sequences], key=lambda s: s.length)
     for start in range(0, len(chosen), cfg.sequences):
@@ -312,8 +346,10 @@ def held_out_batches(
         group = group + group[:1] * (cfg.sequences - len(group))  # repeats are masked below
         picked = []
         for i, s in enumerate(group):
-            first, last = s.prompt_len - 1, max(s.length - 2, s.prompt_len - 1)
-            where = np.unique(np.linspace(first, last, anchors).astype(np.int32))
+            every = s.anchors
+            first = int(every[0])
+            spread = np.linspace(first, first + len(every) - 1, anchors).astype(np.int32)
+            where = every[np.unique(spread) - first]
             valid = np.arange(anchors) < len(where)
             if start + i >= len(chosen):
                 valid[:] = False

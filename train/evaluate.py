@@ -251,11 +251,11 @@ def walk_tau(
     id_map: np.ndarray | None,
     anchors: int = 64,
 ) -> dict[str, float]:
-    """Tau of decoding each sample's answer, pooled over rounds, by budget."""
+    """Tau of decoding each sample's answers, pooled over rounds, by budget."""
     ids = None if id_map is None else jnp.asarray(id_map)
     totals = np.zeros((len(BUDGETS), 2))
-    for sample in samples:
-        where = np.arange(sample.prompt_len - 1, sample.length - 1, dtype=np.int32)
+    for sample, (first, stop) in ((s, span) for s in samples for span in s.spans):
+        where = np.arange(first - 1, stop - 1, dtype=np.int32)
         accepted, whole = [], []
         for start in range(0, len(where), anchors):
             part = where[start : start + anchors]

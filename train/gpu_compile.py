@@ -129,10 +129,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     taps = len(head.target_layer_ids)
     batch = Batch(
         tokens=tokens,
-        length=_array((size,), jnp.int32),
         taps=_array((size, rows, taps, width), jnp.bfloat16),
         final=_array((size, rows, width), jnp.bfloat16),
         anchors=_array((size, cfg.data.anchors), jnp.int32),
+        stop=_array((size, cfg.data.anchors), jnp.int32),
         valid=_array((size, cfg.data.anchors), jnp.bool_),
     )
     step = functools.partial(

@@ -20,6 +20,7 @@ from typing import Any
 
 from jetspec_jax.errors import ConfigError, ModelFileError
 from train.prompts_chat import chat_prompt
+from train.prompts_follow import follow_up
 from train.prompts_maths import maths_prompt
 from train.prompts_python import library_prompt, procedural_prompt
 
@@ -44,6 +45,7 @@ SHARES = {
     "chat": 0.31,
     "writingbench": 0.05,
 }
+MORE = (1 / 3, 1 / 2)  # share of prompts with a second turn; of those, and so on, with another
 
 Prompt = dict[str, Any]
 
@@ -150,8 +152,14 @@ _SOURCES: dict[str, Callable[[random.Random], str | None]] = {
 }
 
 
-def prompts_from_file(path: str | Path, *, evaluation: bool = False) -> list[Prompt]:
+def prompts_from_file(
+    path: str | Path, *, evaluation: bool = False, replace_answers: bool = False
+) -> list[Prompt]:
     """Prompts of a JSON lines file, one {"prompt": text} or {"messages": [...]} a line.
+
+    Every user message is for the target to answer, unless an assistant message follows it: given
+    answers are context. `replace_answers` drops them, so that the target answers every user message
+    of a finished conversation.
 
     A conversation's `id` hashes all its messages; equal conversations count once. Unless
     `evaluation`, every message is held against the evaluation suites as in `training_prompts`, and
@@ -177,6 +185,10 @@ def prompts_from_file(path: str | Path, *, evaluation: bool = False) -> list[Pro
         messages = row.get("messages") if isinstance(row, dict) else None
         if isinstance(row, dict) and isinstance(row.get("prompt"), str):
             messages = [{"role": "user", "content": row["prompt"]}]
+        if replace_answers and isinstance(messages, list):
+            messages = [
+                m for m in messages if not isinstance(m, dict) or m.get("role") != "assistant"
+            ]
         well_formed = (
             isinstance(messages, list)
             and messages
@@ -191,7 +203,7 @@ def prompts_from_file(path: str | Path, *, evaluation: bool = False) -> list[Pro
         if not well_formed or not isinstance(messages, list):
             raise ModelFileError(
                 f'{where}: needs {{"prompt": text}}, or {{"messages": [...]}} that end with the '
-                "user's; correct the line"
+                "user's; correct the line, or give --replace-answers where they end with an answer"
             )
         if not evaluation and any(overlaps_evaluation(m["content"]) for m in messages):
             raise ConfigError(
@@ -205,12 +217,24 @@ def prompts_from_file(path: str | Path, *, evaluation: bool = False) -> list[Pro
     return list(found.values())
 
 
-def training_prompts(n: int, seed: int = 0) -> list[Prompt]:
+def _conversation(source: str, text: str, digest: str, turns: int) -> list[dict[str, str]]:
+    """User messages that begin with `text`, up to `turns`: a function of the prompt only."""
+    rng = random.Random(digest)
+    asked = [text]
+    while len(asked) < turns and rng.random() < MORE[min(len(asked), len(MORE)) - 1]:
+        more = follow_up(source, rng)
+        if more not in asked and not overlaps_evaluation(more):
+            asked.append(more)
+    return [{"role": "user", "content": content} for content in asked]
+
+
+def training_prompts(n: int, seed: int = 0, turns: int = 1) -> list[Prompt]:
     """`n` distinct prompts in random order: {"id", "source", "messages"}.
 
     The same (n, seed) and interpreter give the same list; a source that runs dry (writingbench is
-    small) leaves its share to the others. `id` is the first 16 digits of the content hash, so equal
-    prompts of different runs share it.
+    small) leaves its share to the others. Messages are the user's, at most `turns`; with fewer
+    turns the conversations are cut, nothing else changes. `id` is the first 16 digits of the first
+    message's content hash, so equal prompts of different runs share it.
 
     Raises:
         ConfigError: `n` is not positive, or more than the sources can give.
@@ -237,6 +261,6 @@ def training_prompts(n: int, seed: int = 0) -> list[Prompt]:
             continue
         misses[source] = 0
         seen.add(digest)
-        message = {"role": "user", "content": text}
-        prompts.append({"id": digest[:16], "source": source, "messages": [message]})
+        messages = _conversation(source, text, digest, turns)
+        prompts.append({"id": digest[:16], "source": source, "messages": messages})
     return prompts

@@ -57,7 +57,7 @@ _TASKS = (
     "write a CV|lead a team meeting|stop procrastinating|care for houseplants|travel on a budget|protect one's privacy online|"
     "teach a child to swim|set goals for a new year|deal with difficult customers|choose a laptop|remember names"
 ).split("|")  # fmt: skip
-_PEOPLE = (
+PEOPLE = (
     "a pirate captain|a medieval knight|a grumpy chef|Sherlock Holmes|a wise old monk|a ship's computer|a news reporter|"
     "a kindergarten teacher|a stand-up comedian|an astronaut on the space station|a Victorian explorer|a travel guide|"
     "a football coach|a museum curator|a strict librarian|a fairy godmother|a marine biologist|a financial adviser|"
@@ -65,7 +65,7 @@ _PEOPLE = (
     "a robot butler|a history professor|a sommelier|a personal trainer|a tired parent|a wizard|a customer support agent|"
     "a nurse|a philosopher from ancient Greece|a mountain guide|a sailor|a poet|a judge|a software architect"
 ).split("|")  # fmt: skip
-_AUDIENCE = (
+AUDIENCE = (
     "a five-year-old|a high school student|a university student|a complete beginner|an expert in another field|"
     "a group of tourists|an elderly neighbour|a busy manager|someone who hates the subject"
 ).split("|")  # fmt: skip
@@ -116,7 +116,7 @@ def _writing(r: random.Random) -> str:
 
 def _explain(r: random.Random) -> str:
     x = r.choice(r.choice((_SCIENCE, _TECH, _SOCIETY)))
-    who = r.choice(_AUDIENCE)
+    who = r.choice(AUDIENCE)
     return r.choice((
         f"Explain {x} to {who}.", f"What is {x}?", f"Explain {x} in simple terms.", f"Give me an overview of {x}.",
         f"How would you describe {x} to {who}? Use an everyday comparison.", f"Why does {x} matter?",
@@ -144,7 +144,7 @@ def _advice(r: random.Random) -> str:
 
 
 def _roleplay(r: random.Random) -> str:
-    who, x = r.choice(_PEOPLE), r.choice(r.choice((_SCIENCE, _TECH, _SOCIETY)))
+    who, x = r.choice(PEOPLE), r.choice(r.choice((_SCIENCE, _TECH, _SOCIETY)))
     return r.choice((
         f"Pretend to be {who} and explain {x}.", f"You are {who}. Introduce yourself to a new visitor.",
         f"Act as {who}. I ask you: how can I {r.choice(_TASKS)}?", f"Imagine you are {who}. What did you do yesterday?",

@@ -9,6 +9,15 @@ tapped hidden states and the final hidden state of every token are kept, so no s
 needed to train. Shards are written atomically; a run goes on where the last one ended, and every
 prompt is accounted for: done + skipped + failed = input.
 
+A prompt is a conversation. Each of its user messages is answered in turn, unless an assistant
+message follows it: that is context, and never trained on (`--replace-answers`: the target writes
+its own instead). After an answer, at its end or at `--max-new`, the next turn is read by the same
+steps in the same slot, so nothing is computed twice. A conversation ends before a turn that
+`--max-tokens` has no room for. Where the chat template does not render the answers as the tokens
+that were written (Qwen3's drops their reasoning; some answers are other tokens than their text),
+the conversation is skipped; the summary counts it by its reason. A run that is stopped writes open
+conversations anew, from their first turn on.
+
 `--precision bfloat16` multiplies in bfloat16 (AMX and tensor cores), with float32 accumulation,
 residual stream, attention and norms. Answers are then the target's up to near ties, which is what
 training needs; `float32` writes exactly what the engine would write.
@@ -17,274 +26,34 @@ training needs; `float32` writes exactly what the engine would write.
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
-import functools
 import json
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from tqdm import tqdm
 
-from jetspec_jax.cache import KVCache, after, alloc, commit
-from jetspec_jax.config import KERNELS, EngineConfig, ModelConfig, SamplingParams
+from jetspec_jax.config import KERNELS, EngineConfig, SamplingParams
 from jetspec_jax.drafter.checkpoint import default_layer_ids
 from jetspec_jax.errors import ConfigError
 from jetspec_jax.loading import Target, load_target, resolve_kernels
-from jetspec_jax.models.decoder import (
-    Numerics,
-    declare,
-    forward_block,
-    forward_full,
-    head_logits,
-)
-from jetspec_jax.models.spec import flatten, nest
-from jetspec_jax.numerics import ComputeWeight
-from jetspec_jax.sampling import SamplingState, choose, greedy, sampling_state
+from jetspec_jax.models.decoder import Numerics, forward_full
 from jetspec_jax.typing import Array, Params
 from train import answers
 from train.cli import run_command
 from train.prompts import prompts_from_file, training_prompts
-from train.shards import ShardWriter, Writing
+from train.shards import ShardWriter, Writing, split_turns
+from train.slots import CHUNK, RegenConfig, Regenerator, compute_params, kept_features
 
-_CHUNK = 64  # rows of a prefill step, and the unit of cache lengths
 _WINDOW = 256  # prompts that are put in order of length, so that a group pads little
-_STEPS = 16  # decode steps between two looks at the host
-
-
-@dataclasses.dataclass(frozen=True)
-class RegenConfig:
-    """Static shapes of a regeneration run: `group` prompts are prefilled together."""
-
-    slots: int
-    group: int
-    max_prompt: int
-    max_new: int
-    taps: tuple[int, ...]
-    numerics: Numerics
-    sampled: bool = False
-
-    @property
-    def allocated(self) -> int:
-        chunk = self.numerics.attention_chunk
-        return -(-(self.max_prompt + self.max_new + _CHUNK) // chunk) * chunk
-
-
-@flax.struct.dataclass
-class Slots:
-    """B sequences that are being written."""
-
-    cache: KVCache
-    token: Array  # [B] int32, last id, no key yet
-    cached: Array  # [B] int32 live keys
-    sampling: SamplingState
-
-
-def _features(out: Any) -> Array:
-    """Taps and final hidden state side by side, bfloat16 [B, T, n + 1, H]."""
-    return jnp.concatenate([out.taps, out.hidden[:, :, None]], 2).astype(jnp.bfloat16)
-
-
-def prefill_chunk(
-    model: ModelConfig,
-    cfg: RegenConfig,
-    params: Params,
-    cache: KVCache,
-    tokens: Array,
-    start: Array,
-) -> tuple[KVCache, Array]:
-    """Keys and features of the prompt tokens [G, _CHUNK] from position `start` (int32 []) on.
-
-    Rows past a prompt's end leave keys above its live ones, where its answer overwrites them.
-    """
-    batch, rows = tokens.shape
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((rows, rows), bool)), (batch, rows, rows))
-    starts = jnp.broadcast_to(start, (batch,))
-    positions = starts[:, None] + lax.iota(jnp.int32, rows)[None]
-    out = forward_block(
-        params,
-        model,
-        tokens,
-        positions,
-        cache.k,
-        cache.v,
-        starts,
-        mask,
-        taps=cfg.taps,
-        numerics=cfg.numerics,
-    )
-    return commit(cache, out.new_k, out.new_v, after(starts, out.hidden)), _features(out)
-
-
-def admit(
-    slots: Slots,
-    group: KVCache,
-    row: Array,
-    slot: Array,
-    token: Array,
-    cached: Array,
-    sampling: SamplingState,
-) -> Slots:
-    """Copies prefilled sequence `row` (int32 []) of `group` into slot `slot` (int32 [])."""
-
-    def place(whole: Array, part: Array) -> Array:
-        return lax.dynamic_update_slice(
-            whole, part.astype(whole.dtype), (slot,) + (0,) * (whole.ndim - 1)
-        )
-
-    one = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1), group)
-    return Slots(
-        cache=jax.tree.map(place, slots.cache, one),
-        token=place(slots.token, token),
-        cached=place(slots.cached, cached),
-        sampling=jax.tree.map(place, slots.sampling, sampling),
-    )
-
-
-def write_steps(
-    model: ModelConfig, cfg: RegenConfig, params: Params, slots: Slots
-) -> tuple[Slots, Array, Array]:
-    """`_STEPS` tokens of every slot: new ids [steps, B] and the features of the tokens before them.
-
-    A finished or empty slot writes on into its own slack; the host drops what it wrote.
-    """
-    mask = jnp.ones((cfg.slots, 1, 1), bool)
-    last = cfg.allocated - _CHUNK
-
-    def step(slots: Slots, _: None) -> tuple[Slots, tuple[Array, Array]]:
-        out = forward_block(
-            params,
-            model,
-            slots.token[:, None],
-            slots.cached[:, None],
-            slots.cache.k,
-            slots.cache.v,
-            slots.cached,
-            mask,
-            taps=cfg.taps,
-            numerics=cfg.numerics,
-        )
-        logits = head_logits(params, out.hidden)
-        if cfg.sampled:
-            zero = jnp.zeros_like(slots.token)[:, None]
-            token = choose(logits, slots.cached[:, None] + 1, zero, slots.sampling, 0)[:, 0]
-        else:
-            token = greedy(logits)[:, 0]
-        cache = commit(slots.cache, out.new_k, out.new_v, after(slots.cached, token))
-        return (
-            dataclasses.replace(
-                slots, cache=cache, token=token, cached=jnp.minimum(slots.cached + 1, last)
-            ),
-            (token, _features(out)[:, 0]),
-        )
-
-    slots, (tokens, features) = lax.scan(step, slots, None, length=_STEPS)
-    return slots, tokens, features
-
-
-def compute_params(params: Params, model: ModelConfig, dtype: Any) -> Params:
-    """Parameters whose projections and LM head multiply in `dtype`; all else stays float32."""
-    decl = declare(model)
-    flat = flatten(params)
-    head = flat.get("lm_head", flat["embed"])  # a tied table keeps its float32 rows beside the head
-    wrapped = {
-        name: ComputeWeight(w.astype(dtype), dtype) if decl[name].linear and name != "embed" else w
-        for name, w in flat.items()
-    }
-    return nest(wrapped | {"lm_head": ComputeWeight(head.astype(dtype), dtype)})
-
-
-class Regenerator:
-    """Compiled programs and slots of one run."""
-
-    def __init__(self, target: Target, cfg: RegenConfig) -> None:
-        self.target, self.cfg = target, cfg
-        model = target.config
-        dtype = jnp.float32
-        self._alloc = functools.partial(
-            alloc,
-            model.num_layers,
-            heads=model.num_kv_heads,
-            allocated=cfg.allocated,
-            head_dim=model.head_dim,
-            dtype=dtype,
-        )
-        self._prefill = jax.jit(functools.partial(prefill_chunk, model, cfg), donate_argnums=(1,))
-        self._admit = jax.jit(admit, donate_argnums=(0,))
-        self._steps = jax.jit(functools.partial(write_steps, model, cfg), donate_argnums=(1,))
-        self.group = self._alloc(batch=cfg.group)
-        idle = np.zeros((cfg.slots,), np.int32)
-        self.slots = Slots(
-            self._alloc(batch=cfg.slots),
-            jnp.array(idle),
-            jnp.array(idle),
-            sampling_state([SamplingParams()] * cfg.slots),
-        )
-        self.writing: list[Writing | None] = [None] * cfg.slots
-
-    def free(self) -> list[int]:
-        """Slots without a sequence."""
-        return [i for i, seq in enumerate(self.writing) if seq is None]
-
-    def start(self, prompts: Sequence[tuple[dict[str, Any], list[int], SamplingParams]]) -> None:
-        """Prefills all ids but the last of up to `group` prompts and gives each a free slot."""
-        kept = [len(ids) - 1 for _, ids, _ in prompts]
-        chunks = -(-max(kept) // _CHUNK)
-        rows = np.zeros((self.cfg.group, chunks * _CHUNK), np.int32)
-        for i, (_, ids, _) in enumerate(prompts):
-            rows[i, : kept[i]] = ids[:-1]
-        pieces = []
-        for start in range(0, chunks * _CHUNK, _CHUNK):
-            self.group, feats = self._prefill(
-                self.target.params,
-                self.group,
-                rows[:, start : start + _CHUNK],
-                jnp.asarray(start, jnp.int32),
-            )
-            pieces.append(np.asarray(feats))
-        features = np.concatenate(pieces, 1)
-        for i, ((prompt, ids, sampling), slot) in enumerate(
-            zip(prompts, self.free(), strict=False)
-        ):
-            self.slots = self._admit(
-                self.slots,
-                self.group,
-                jnp.asarray(i, jnp.int32),
-                jnp.asarray(slot, jnp.int32),
-                jnp.asarray(ids[-1:], jnp.int32),
-                jnp.asarray([kept[i]], jnp.int32),
-                sampling_state([sampling]),
-            )
-            self.writing[slot] = Writing(
-                prompt["id"], prompt["source"], list(ids), len(ids), [features[i, : kept[i]]]
-            )
-
-    def advance(self, stop_ids: set[int]) -> list[Writing]:
-        """Runs `_STEPS` steps; returns the sequences that ended."""
-        self.slots, tokens, features = self._steps(self.target.params, self.slots)
-        new, feats = np.asarray(tokens), np.asarray(features)
-        ended = []
-        for slot, seq in enumerate(self.writing):
-            if seq is None:
-                continue
-            fresh = [int(t) for t in new[:, slot]]
-            room = seq.prompt_len + self.cfg.max_new - len(seq.ids)
-            stop = next((i + 1 for i, t in enumerate(fresh) if t in stop_ids), None)
-            kept = min(x for x in (stop, room, len(fresh)) if x is not None)
-            seq.ids += fresh[:kept]
-            seq.features.append(feats[:kept, slot])  # row i belongs to the token before fresh[i]
-            if kept in (room, stop):
-                ended.append(seq)
-                self.writing[slot] = None
-        return ended
 
 
 def restore(
@@ -295,34 +64,44 @@ def restore(
     prompts: dict[str, dict[str, Any]],
 ) -> int:
     """Writes shards of the packed answers to `prompts` (by id), features computed by one forward of
-    the whole sequence; returns how many.
+    the whole sequence; returns how many conversations.
 
     A prompt that the packages give no more, or that is longer than `cfg.max_prompt` by now, has no
-    sequence: its answer is left out and written anew, if it is asked for.
+    sequence: its answers are left out and written anew, if they are asked for. A conversation ends
+    with the last answer that was written to the same tokens as it has before it now.
     """
 
     @jax.jit
     def features(params: Params, tokens: Array) -> Array:
-        return _features(forward_full(params, target.config, tokens, taps=cfg.taps))
+        return kept_features(forward_full(params, target.config, tokens, taps=cfg.taps))
 
-    known: list[tuple[dict[str, Any], list[int], np.ndarray]] = []
-    for prompt_id, answer in zip(pack.ids, pack.tokens, strict=True):
-        if prompt_id in prompts and prompt_id not in writer.seen:
-            ids = target.tokenizer.chat(prompts[prompt_id]["messages"])
-            if 2 <= len(ids) <= cfg.max_prompt:
-                known.append((prompts[prompt_id], ids, answer))
-    known.sort(key=lambda item: len(item[1]) + len(item[2]))
+    known: list[Writing] = []
+    for prompt_id, written in zip(pack.ids, pack.answers, strict=True):
+        if prompt_id not in prompts or prompt_id in writer.seen:
+            continue
+        [(_, ids)] = _encoded([prompts[prompt_id]], target.tokenizer)
+        seq = Writing.begin(prompts[prompt_id], ids)
+        for answer in written:
+            if seq.spans and not seq.next_turn(target.tokenizer, cfg.max_tokens):
+                break
+            if not answer.follows(seq.ids):
+                break
+            seq.ids += answer.tokens.tolist()
+            seq.spans.append((seq.start, len(seq.ids)))
+        if seq.spans and 2 <= len(ids) <= cfg.max_prompt:
+            del seq.ids[seq.spans[-1][1] :]
+            known.append(seq)
+    known.sort(key=lambda seq: len(seq.ids))
     for start in tqdm(range(0, len(known), cfg.group), unit="group", desc="restore", mininterval=5):
         group = known[start : start + cfg.group]
-        longest = max(len(ids) + len(answer) for _, ids, answer in group)
-        tokens = np.zeros((cfg.group, -(-longest // _CHUNK) * _CHUNK), np.int32)
-        for row, (_, ids, answer) in enumerate(group):
-            tokens[row, : len(ids) + len(answer)] = [*ids, *answer.tolist()]
+        longest = max(len(seq.ids) for seq in group)
+        tokens = np.zeros((cfg.group, -(-longest // CHUNK) * CHUNK), np.int32)
+        for row, seq in enumerate(group):
+            tokens[row, : len(seq.ids)] = seq.ids
         found = np.asarray(features(target.params, jnp.asarray(tokens)))
-        for row, (prompt, ids, answer) in enumerate(group):
-            whole = [*ids, *answer.tolist()]
-            rows = [found[row, : len(whole) - 1]]
-            writer.add(Writing(prompt["id"], prompt["source"], whole, len(ids), rows))
+        for row, seq in enumerate(group):
+            seq.features.append(found[row, : len(seq.ids) - 1])
+            writer.add(seq)
     writer.flush()
     return len(known)
 
@@ -330,9 +109,10 @@ def restore(
 def _encoded(
     prompts: list[dict[str, Any]], tokenizer: Any
 ) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    """Prompts with their ids, in order of length within every `_WINDOW`."""
+    """Prompts with the ids of their first turn, in order of length within every `_WINDOW`."""
     for start in range(0, len(prompts), _WINDOW):
-        pairs = [(p, tokenizer.chat(p["messages"])) for p in prompts[start : start + _WINDOW]]
+        window = prompts[start : start + _WINDOW]
+        pairs = [(p, tokenizer.chat(split_turns(p["messages"])[0])) for p in window]
         yield from sorted(pairs, key=lambda pair: len(pair[1]))
 
 
@@ -343,6 +123,7 @@ def check_args(args: argparse.Namespace) -> None:
         ConfigError: names the flag, its value and what fits.
     """
     least = {"slots": 1, "group": 1, "max_prompt": 2, "max_new": 1, "num_taps": 1, "prompts": 1}
+    least |= {"turns": 1}
     for name, low in least.items():
         value = getattr(args, name)
         if value < low:
@@ -351,8 +132,16 @@ def check_args(args: argparse.Namespace) -> None:
     if not args.max_seconds > 0:
         raise ConfigError(f"--max-seconds {args.max_seconds} is no time; give seconds above 0")
     SamplingParams(temperature=args.temperature)
-    if args.for_evaluation and not args.prompts_file:
-        raise ConfigError("--for-evaluation needs --prompts-file; the built-in prompts train")
+    if args.max_tokens is not None and args.max_tokens <= args.max_prompt:
+        raise ConfigError(
+            f"--max-tokens {args.max_tokens} leaves no room for an answer behind --max-prompt "
+            f"{args.max_prompt}; give more"
+        )
+    if not args.prompts_file:
+        if args.for_evaluation:
+            raise ConfigError("--for-evaluation needs --prompts-file; the built-in prompts train")
+        if args.replace_answers:
+            raise ConfigError("--replace-answers needs --prompts-file, whose answers it replaces")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -360,7 +149,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     check_args(args)
     pack = answers.read(Path(args.answers)) if args.answers else None
     given = (
-        prompts_from_file(args.prompts_file, evaluation=args.for_evaluation)
+        prompts_from_file(
+            args.prompts_file,
+            evaluation=args.for_evaluation,
+            replace_answers=args.replace_answers,
+        )
         if args.prompts_file
         else None
     )
@@ -385,6 +178,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         min(args.group, args.slots),
         args.max_prompt,
         args.max_new,
+        args.max_prompt + args.max_new if args.max_tokens is None else args.max_tokens,
         taps,
         Numerics(native=native, attention_chunk=128),
         args.temperature > 0,
@@ -396,6 +190,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "taps": list(taps),
         "vocab_size": target.config.vocab_size,
         "max_new": args.max_new,
+        "max_tokens": cfg.max_tokens,
+        "turns": args.turns,
         "prompts": args.prompts,
         "seed": args.seed,
         "temperature": args.temperature,
@@ -416,12 +212,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         answers.check(pack, meta, args.answers)
     meta_path.write_text(json.dumps(meta, indent=1))
 
-    prompts = training_prompts(args.prompts, args.seed) if given is None else given
+    prompts = training_prompts(args.prompts, args.seed, args.turns) if given is None else given
     todo = [p for p in prompts if p["id"] not in writer.seen]
     if pack is not None:
         restored = restore(target, cfg, writer, pack, {p["id"]: p for p in todo})
         todo = [p for p in todo if p["id"] not in writer.seen]
-        print(f"{restored} answers of {args.answers} restored", file=sys.stderr, flush=True)
+        print(f"{restored} conversations of {args.answers} restored", file=sys.stderr, flush=True)
     regen = Regenerator(target, cfg)
     stop_ids = set(target.config.eos_ids)
     stopping = []
@@ -441,7 +237,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 if prompt is None:
                     exhausted = True
                 elif not 2 <= len(ids) <= cfg.max_prompt:
-                    writer.drop(prompt["id"], "skipped", f"{len(ids)} prompt tokens")
+                    reason = f"first turn not of 2 to {cfg.max_prompt} tokens"
+                    writer.drop(prompt["id"], "skipped", reason)
                     bar.update()
                 else:
                     seed = int(prompt["id"][:8], 16)
@@ -453,9 +250,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if stopping or not any(regen.writing) or (out_of_time and args.drop_unfinished):
             break
         for seq in regen.advance(stop_ids):
-            writer.add(seq)
+            if seq.refused:
+                writer.drop(seq.prompt_id, "skipped", seq.refused)
+            else:
+                writer.add(seq)
             bar.update()
-        written = writer.tokens + sum(len(s.ids) - s.prompt_len for s in writer.pending) - first
+        written = writer.tokens + sum(s.written for s in writer.pending) - first
         bar.set_postfix(tokens=written, tok_s=f"{written / (time.monotonic() - started):.0f}")
     bar.close()
     writer.flush()
@@ -464,8 +264,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for v in ("done", "skipped", "failed")
     }
     verdicts |= {"input": len(prompts), "open": len(prompts) - len(writer.seen)}
+    reasons = collections.Counter(x["reason"] for x in writer.lines if "reason" in x)
     return {
         **verdicts,
+        "reasons": dict(reasons),
+        "answers": sum(x.get("answers", len(x["ids"])) for x in writer.lines if "shard" in x),
         "answer_tokens": writer.tokens,
         "seconds": round(time.monotonic() - started, 1),
     }
@@ -480,7 +283,18 @@ def parser() -> argparse.ArgumentParser:
         "--out", required=True, help="folder for shards; an earlier run there is resumed"
     )
     p.add_argument("--prompts", type=int, default=20_000, help="how many training prompts to draw")
+    p.add_argument(
+        "--turns",
+        type=int,
+        default=3,
+        help="most user turns of a training prompt (a third has more than one); 1: questions only",
+    )
     p.add_argument("--prompts-file", help='JSON lines of {"prompt"} or {"messages"} instead')
+    p.add_argument(
+        "--replace-answers",
+        action="store_true",
+        help="leave out the assistant messages of the file: the target writes its own",
+    )
     p.add_argument(
         "--for-evaluation",
         action="store_true",
@@ -497,9 +311,12 @@ def parser() -> argparse.ArgumentParser:
         help="of the matrix products; bfloat16: faster with AMX, answers equal up to near ties",
     )
     p.add_argument(
-        "--max-prompt", type=int, default=320, help="longer prompts are skipped (tokens)"
+        "--max-prompt", type=int, default=320, help="longer first turns are skipped (tokens)"
     )
     p.add_argument("--max-new", type=int, default=224, help="longest answer (tokens)")
+    p.add_argument(
+        "--max-tokens", type=int, help="longest conversation (default: --max-prompt + --max-new)"
+    )
     p.add_argument("--temperature", type=float, default=0.0)
     p.add_argument("--num-taps", type=int, default=5, help="tapped layers, by the default formula")
     p.add_argument("--taps", type=int, nargs="*", help="tapped layers, explicitly")

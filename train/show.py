@@ -1,4 +1,4 @@
-"""A training sequence as the loss sees it: prompt, answer, anchors, tokens outside the draft
+"""A training sequence as the loss sees it: prompts, answers, anchors, tokens outside the draft
 vocabulary."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def tokens_of(
         Token(
             int(token),
             tokenizer.decode([int(token)], skip_special=False),
-            at >= sample.prompt_len,
+            bool(sample.span_stop[at]),
             at in starts,
             known is None or int(token) in known,
         )

@@ -97,7 +97,7 @@ def run(out: Path, prompts: int, steps: int) -> dict[str, Any]:
     llm = LLM(draft=head, engine=EngineConfig(capacity=512))
     sampling = SamplingParams(max_tokens=64)
     spec = SpecConfig(mode="tree", drafter="head", budget=BUDGET)
-    texts = [s.tokens[: s.prompt_len].tolist() for s in trainer.data.train]
+    texts = [s.tokens[:start].tolist() for s in trainer.data.train for start, _ in s.spans]
     plain = llm.generate(texts, sampling, spec=SpecConfig(mode="off"))
     fast = llm.generate(texts, sampling, spec=spec)
     rounds = sum(r.spec.rounds for r in fast)

@@ -38,10 +38,10 @@ class Batch:
     """B sequences with A anchors each."""
 
     tokens: Array  # [B, T] int32, right padded
-    length: Array  # [B] int32
     taps: Array  # [B, T, n, Ht] target features, row t of token t
     final: Array  # [B, T, Ht] target hidden states after the final norm
     anchors: Array  # [B, A] int32 positions; the block supervises anchor+1 .. anchor+D
+    stop: Array  # [B, A] int32, end of the answer the block is in: nothing from there on is a label
     valid: Array  # [B, A] bool, False for padding anchors
 
 
@@ -115,7 +115,7 @@ def slot_targets(
     """
     offsets = batch.anchors[..., None] + jnp.arange(cfg.depth, dtype=jnp.int32)[None, None]
     last = batch.tokens.shape[1] - 1
-    inside = (offsets + 1 < batch.length[:, None, None]) & batch.valid[..., None]
+    inside = (offsets + 1 < batch.stop[..., None]) & batch.valid[..., None]
 
     def at(index: Array) -> Array:
         flat = jnp.clip(index, 0, last).reshape(index.shape[0], -1)

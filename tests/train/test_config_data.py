@@ -144,7 +144,7 @@ def test_anchors_are_distinct_answer_positions(tiny: Tiny) -> None:
     rng = np.random.default_rng(0)
     anchors, valid = draw_anchors(sample, 8, rng)
     assert valid.all() and len(set(anchors)) == 8
-    assert anchors.min() >= sample.prompt_len - 1 and anchors.max() <= sample.length - 2
+    assert anchors.min() >= sample.spans[0][0] - 1 and anchors.max() <= sample.length - 2
     every, real = draw_anchors(sample, 40, rng)
     assert real.sum() == 26 and set(every[real]) == set(range(5, 31))
 
@@ -153,7 +153,7 @@ def test_batches_are_reproducible_padded_to_the_bucket_and_finite(tiny: Tiny) ->
     cfg = DataConfig(path=str(tiny.data), sequences=2, anchors=4, bucket=16)
     data = load_dataset(cfg)
     a, b = train_batch(data, cfg, 3), train_batch(data, cfg, 3)
-    assert all(np.array_equal(a[k], b[k]) for k in ("tokens", "anchors", "length"))
+    assert all(np.array_equal(a[k], b[k]) for k in ("tokens", "anchors", "stop"))
     assert a["tokens"].shape[1] % 16 == 0 and a["taps"].shape == (*a["tokens"].shape, 2, 32)
     held = list(held_out_batches(data, cfg, 3, 5))
     assert all(h["anchors"].shape == (2, 5) for h in held)
@@ -167,7 +167,7 @@ def test_draft_vocabulary_holds_specials_and_the_most_frequent(tiny: Tiny) -> No
     ids = draft_vocabulary(data.train, 20, 64, always=(2, 1))
     assert len(ids) == 20 and {1, 2} <= set(ids) and list(ids) == sorted(ids)
     counts = np.bincount(
-        np.concatenate([s.tokens[s.prompt_len :] for s in data.train]), minlength=64
+        np.concatenate([s.tokens[s.spans[0][0] :] for s in data.train]), minlength=64
     )
     assert counts[np.setdiff1d(ids, [1, 2])].min() >= np.delete(counts, ids).max()
     assert coverage(data.train, ids, 64) == pytest.approx(counts[ids].sum() / counts.sum())

@@ -11,7 +11,7 @@ from train import prompts
 
 @pytest.fixture(scope="module")
 def drawn() -> list[dict]:
-    return prompts.training_prompts(400, seed=3)
+    return prompts.training_prompts(400, seed=3, turns=3)
 
 
 def _suite_texts() -> list[str]:
@@ -25,7 +25,7 @@ def _suite_texts() -> list[str]:
 def test_prompts_are_distinct_reproducible_and_from_every_source(drawn: list[dict]) -> None:
     assert len({p["id"] for p in drawn}) == 400
     assert {p["source"] for p in drawn} == set(prompts.SHARES)
-    assert prompts.training_prompts(400, seed=3) == drawn
+    assert prompts.training_prompts(400, seed=3, turns=3) == drawn
     assert prompts.training_prompts(400, seed=4) != drawn
     assert all(p["messages"][0]["role"] == "user" for p in drawn)
     assert all(len(p["messages"][0]["content"]) <= prompts.MAX_CHARS for p in drawn)
@@ -34,13 +34,24 @@ def test_prompts_are_distinct_reproducible_and_from_every_source(drawn: list[dic
 def test_no_training_prompt_shares_content_with_an_evaluation_suite(drawn: list[dict]) -> None:
     # Independent of `evaluation_index`: plain text search of every 8-word run in all suites' texts.
     haystack = "\n".join(" " + " ".join(prompts.words(t)) + " " for t in _suite_texts())
-    for prompt in drawn:
-        w = prompts.words(prompt["messages"][0]["content"])
+    for text in (m["content"] for p in drawn for m in p["messages"]):
+        w = prompts.words(text)
         runs = [
             " " + " ".join(w[i : i + prompts.NGRAM]) + " "
             for i in range(len(w) - prompts.NGRAM + 1)
         ]
-        assert not any(run in haystack for run in runs), prompt
+        assert not any(run in haystack for run in runs), text
+
+
+def test_follow_ups_leave_the_first_questions_as_they_are(drawn: list[dict]) -> None:
+    cut = prompts.training_prompts(400, seed=3)
+    assert [(p["id"], p["messages"]) for p in cut] == [(p["id"], p["messages"][:1]) for p in drawn]
+    turns = [len(p["messages"]) for p in drawn]
+    assert {1, 2, 3} == set(turns) and 80 < sum(n > 1 for n in turns) < 190
+    assert {p["source"] for p in drawn if len(p["messages"]) > 1} == set(prompts.SHARES)
+    more = [m["content"] for p in drawn for m in p["messages"][1:]]
+    assert len(set(more)) > len(more) / 3 and not any("{" in text for text in more)
+    assert all(m["role"] == "user" for p in drawn for m in p["messages"])
 
 
 def test_every_evaluation_item_is_recognised_verbatim_reworded_and_embedded() -> None:
@@ -98,6 +109,12 @@ def test_a_file_of_prompts_and_conversations(tmp_path) -> None:
     found = prompts.prompts_from_file(file)
     assert [len(p["messages"]) for p in found] == [1, 3]  # the repeated prompt counts once
     assert len({p["id"] for p in found}) == 2 and found[0]["source"] == "p.jsonl"
+    # the target's own answers instead of those given, which may then end the conversation
+    file.write_text(json.dumps({"messages": turns[:2]}) + "\n" + json.dumps({"messages": turns}))
+    with pytest.raises(ModelFileError, match="--replace-answers"):
+        prompts.prompts_from_file(file)
+    found = prompts.prompts_from_file(file, replace_answers=True)
+    assert [p["messages"] for p in found] == [turns[:1], [turns[0], turns[2]]]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +137,9 @@ def test_a_bad_line_is_named(tmp_path, line: str) -> None:
 def test_evaluation_prompts_of_a_file_never_train(tmp_path) -> None:
     text = next(t for t in _suite_texts() if len(prompts.words(t)) > 20)
     file = tmp_path / "p.jsonl"
-    file.write_text(json.dumps({"prompt": text}) + "\n")
-    with pytest.raises(ConfigError, match="evaluation suite"):
-        prompts.prompts_from_file(file)
+    later = [{"role": "user", "content": content} for content in ("Name a river.", text)]
+    for line in ({"prompt": text}, {"messages": later}):
+        file.write_text(json.dumps(line) + "\n")
+        with pytest.raises(ConfigError, match="evaluation suite"):
+            prompts.prompts_from_file(file)
     assert len(prompts.prompts_from_file(file, evaluation=True)) == 1

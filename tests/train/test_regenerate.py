@@ -17,11 +17,17 @@ from jetspec_jax.testing import EOS, tiny_target
 from jetspec_jax.weights import bundled_model_path, open_source
 from train import answers
 from train.prompts import training_prompts
-from train.regenerate import RegenConfig, Regenerator, main, restore
+from train.regenerate import main, restore
 from train.shards import ShardWriter
+from train.slots import RegenConfig, Regenerator
 
 TAPS, MAX_NEW = (0, 1), 24
 PROMPTS = ([72, 105, 33], [72, 105] + [40] * 70, [9, 8, 7, 6])  # one longer than a prefill chunk
+
+
+def prompt_of(prompt_id: str, *texts: str) -> dict[str, Any]:
+    messages = [{"role": "user", "content": text} for text in texts]
+    return {"id": prompt_id, "source": "t", "messages": messages}
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +39,14 @@ def target():
 def written(target):
     """Three prompts through three slots, two of them prefilled together."""
     native = target.kernels == "cpu"
-    cfg = RegenConfig(3, 2, 96, MAX_NEW, TAPS, Numerics(native=native, attention_chunk=128))
+    cfg = RegenConfig(3, 2, 96, MAX_NEW, 120, TAPS, Numerics(native=native, attention_chunk=128))
     regen = Regenerator(target, cfg)
     # a group of two whose shorter prompt is padded, then one that joins them on the way
     queue, done = list(enumerate(PROMPTS)), []
     while queue or any(regen.writing):
         if len(regen.free()) >= min(2, len(queue)) and queue:
             group, queue = queue[:2], queue[2:]
-            regen.start(
-                [({"id": str(i), "source": "t"}, ids, SamplingParams()) for i, ids in group]
-            )
+            regen.start([(prompt_of(str(i), str(i)), ids, SamplingParams()) for i, ids in group])
         done += regen.advance({EOS})
     return {int(seq.prompt_id): seq for seq in done}
 
@@ -54,7 +58,7 @@ def test_the_answers_are_the_targets_own(target, written):
     )
     for i, result in enumerate(plain):
         assert written[i].ids == [*PROMPTS[i], *result.token_ids]
-        assert written[i].prompt_len == len(PROMPTS[i])
+        assert written[i].spans == [(len(PROMPTS[i]), len(written[i].ids))]
 
 
 def test_the_features_are_those_of_a_forward_over_the_sequence(target, written):
@@ -78,7 +82,7 @@ def test_every_prompt_is_accounted_for_and_a_second_run_goes_on(tmp_path, writte
     writer.flush()
     again = ShardWriter(tmp_path)
     assert again.seen == {"0", "1", "2", "too-long"}
-    assert again.tokens == sum(len(s.ids) - s.prompt_len for s in written.values())
+    assert again.tokens == sum(s.written for s in written.values())
     shards = [line["shard"] for line in again.lines if line["verdict"] == "done"]
     assert shards == ["shard_00000.npz", "shard_00001.npz"]
     with np.load(tmp_path / shards[0]) as data:
@@ -106,12 +110,9 @@ def test_packed_answers_bring_the_same_shards_back(target, written, tmp_path) ->
         def chat(self, messages: Any) -> list[int]:
             return list(PROMPTS[int(messages[0]["content"])])
 
-    prompts = {
-        f"{i:016d}": {"id": f"{i:016d}", "source": "t", "messages": [{"content": str(i)}]}
-        for i in written
-    }
+    prompts = {f"{i:016d}": prompt_of(f"{i:016d}", str(i)) for i in written}
     told = dataclasses.replace(target, tokenizer=Told())
-    cfg = RegenConfig(3, 2, 96, MAX_NEW, TAPS, Numerics(attention_chunk=128))
+    cfg = RegenConfig(3, 2, 96, MAX_NEW, 120, TAPS, Numerics(attention_chunk=128))
     second = ShardWriter(tmp_path / "b", per_shard=8)
     assert restore(told, cfg, second, pack, prompts) == len(PROMPTS)
     assert restore(told, cfg, second, pack, prompts) == 0  # they are there already
@@ -160,6 +161,6 @@ def test_the_packed_answers_of_the_repository_fit_the_bundled_target() -> None:
     pack = answers.read(Path(__file__).parents[2] / path)
     answers.check(pack, meta | {"for_evaluation": False}, path)
     assert len(pack.ids) == len(set(pack.ids)) and pack.count > 400_000
-    assert max(int(t.max()) for t in pack.tokens) < source.vocab_size
+    assert max(int(answer.tokens.max()) for answer in pack.flat) < source.vocab_size
     known = {p["id"] for p in training_prompts(200, pack.meta["seed"])}
     assert len(known & set(pack.ids)) > 150

@@ -29,11 +29,11 @@ def test_marks_are_those_of_the_loss(tiny: Tiny) -> None:
     known = np.asarray(sorted({int(t) for t in sample.tokens[:-1]}), np.int32)
     tokens = tokens_of(data, 1, 5, 0, known, Letters())  # type: ignore[arg-type]
     assert [t.id for t in tokens] == sample.tokens.tolist()
-    assert [t.answer for t in tokens] == [i >= sample.prompt_len for i in range(sample.length)]
+    assert [t.answer for t in tokens] == [i >= sample.spans[0][0] for i in range(sample.length)]
     starts = [i for i, t in enumerate(tokens) if t.anchor]
     assert len(starts) == 5
     # a block needs a token behind its anchor, and begins in the answer
-    assert starts[0] >= sample.prompt_len - 1 and starts[-1] < sample.length - 1
+    assert starts[0] >= sample.spans[0][0] - 1 and starts[-1] < sample.length - 1
     assert tokens[-1].known == (sample.tokens[-1] in known)
 
     text = render(tokens)

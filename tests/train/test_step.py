@@ -118,10 +118,10 @@ def setup(
         frozen,
         Batch(
             tokens,
-            jnp.full((batch,), ROWS, jnp.int32),
             normal(batch, ROWS, 2, 16),
             normal(batch, ROWS, 16),
             where,
+            jnp.full((batch, anchors), ROWS, jnp.int32),
             jnp.ones((batch, anchors), bool),
         ),
     )
@@ -135,7 +135,9 @@ def test_training_forward_equals_serving_forward(causal: bool, shift: bool) -> N
     cfg = dataclasses.replace(HEAD, causal=causal, draft_shift=shift)
     params, frozen, batch = setup(cfg, batch=2)
     rounds = np.asarray([[9, 13], [5, 11]], np.int32)  # anchors [B, round]
-    batch = batch.replace(anchors=jnp.asarray(rounds), valid=jnp.ones((2, 2), bool))
+    batch = batch.replace(
+        anchors=jnp.asarray(rounds), stop=batch.stop[:, :2], valid=batch.valid[:, :2]
+    )
     trained = hidden_of(params, cfg, frozen, batch) @ frozen.head.T
     capacity = 64
     poison = jnp.full((2, cfg.num_kv_heads, capacity, cfg.head_dim), jnp.nan)
@@ -187,14 +189,16 @@ def test_labels_parents_and_teachers(shift: bool) -> None:
     cfg = dataclasses.replace(HEAD, draft_shift=shift)
     _, frozen, batch = setup(cfg)
     batch = batch.replace(
-        length=jnp.asarray([ROWS, 15], jnp.int32), valid=batch.valid.at[0, 2].set(False)
+        # the last block of the second sequence is in a later answer than the others
+        stop=jnp.asarray([[ROWS] * 3, [15, 15, 18]], jnp.int32),
+        valid=batch.valid.at[0, 2].set(False),
     )
     label, inside, parent, row = (np.asarray(x) for x in slot_targets(cfg, frozen, batch))
     tokens, draft_of = np.asarray(batch.tokens), np.asarray(frozen.draft_of)
     for b in range(2):
         for a, anchor in enumerate(np.asarray(batch.anchors[b])):
             for d in range(cfg.depth):
-                exists = anchor + 1 + d < int(batch.length[b]) and bool(batch.valid[b, a])
+                exists = anchor + 1 + d < int(batch.stop[b, a]) and bool(batch.valid[b, a])
                 assert inside[b, a, d] == exists
                 assert label[b, a, d] == (draft_of[tokens[b, anchor + 1 + d]] if exists else -1)
                 if exists:
@@ -273,9 +277,7 @@ def test_gradient_only_where_a_label_is_supervised() -> None:
     """Masked anchors and positions past the text change nothing, whatever they hold (cases 15 and
     17)."""
     params, frozen, batch = setup(SMALL)
-    batch = batch.replace(
-        length=jnp.asarray([ROWS, 14], jnp.int32), valid=batch.valid.at[0, 0].set(False)
-    )
+    batch = batch.replace(stop=batch.stop.at[1].set(14), valid=batch.valid.at[0, 0].set(False))
     base = flatten(objective_grad(params, SMALL, LOSS, frozen, batch)[1])
     # NaN where no supervised slot looks: teacher rows past the text; other tokens in the padding
     other = batch.replace(final=batch.final.at[1, 14:].set(jnp.nan))

@@ -19,7 +19,7 @@ def main() -> None:
     how many slots they supervise, so a mean of means would be wrong."""
     params, frozen, batch = setup(SMALL, batch=4)
     batch = batch.replace(
-        length=jnp.asarray([ROWS, 9, ROWS, 14], jnp.int32),
+        stop=jnp.broadcast_to(jnp.asarray([[ROWS], [9], [ROWS], [14]]), batch.stop.shape),
         valid=batch.valid.at[0, :2].set(False),
     )
     kwargs: dict[str, Any] = {"cfg": SMALL, "loss": LOSS, "dtype": jnp.float32}
