@@ -40,10 +40,11 @@ asan: $(DEV)  ## Kernel tests under AddressSanitizer and UBSan (needs GCC)
 train-smoke: $(DEV)  ## Regenerate, train, export, evaluate and serve a tiny head (under 3 minutes)
 	@$(BIN)/python -m train.smoke
 
-gpu-compile: $(DEV)  ## The training step of Qwen3-8B compiles for 8 x H100 and fits (no GPU needed)
+gpu-compile: $(DEV)  ## Kernels compile for H100 and RTX PRO 6000, and training of Qwen3-8B for 8 x H100 (no GPU needed)
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(VENV)/gpu-compile -r requirements/gpu-compile.txt
-	@PYTHONPATH=$(VENV)/gpu-compile JAX_PLATFORMS=cpu TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python -m train.gpu_compile \
-	  --config configs/train/qwen3_8b.toml --geometry qwen3-8b
+	@export PYTHONPATH=$(VENV)/gpu-compile JAX_PLATFORMS=cpu TF_CPP_MIN_LOG_LEVEL=3; \
+	  $(BIN)/python -m pallas_kernels.gpu_compile --quick; \
+	  $(BIN)/python -m train.gpu_compile --config configs/train/qwen3_8b.toml --geometry qwen3-8b
 
 lint: $(DEV)  ## ruff: lint and format check
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -98,15 +98,21 @@ def table(results: dict[str, Any], builders: Sequence[str]) -> str:
 
 
 def plot(results: dict[str, Any], builders: Sequence[str], path: Path) -> None:
-    """Tau against budget, a line for each variant and builder."""
+    """Tau against budget: a colour for each variant, a line style for each builder."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    for name, result in results.items():
-        for builder, style in zip(builders, ("-", "--", ":"), strict=False):
+    styles = dict(zip(builders, ("-", "--", ":"), strict=False))
+    for number, (name, result) in enumerate(results.items()):
+        for builder, style in styles.items():
             taus = [result[builder]["tree_tau"][str(b)] for b in BUDGETS]
-            axes.plot(BUDGETS, taus, style, marker="o", markersize=3, label=f"{name}, {builder}")
+            label = name if builder == builders[0] else None
+            axes.plot(
+                BUDGETS, taus, style, color=f"C{number}", marker="o", markersize=3, label=label
+            )
+    for builder, style in styles.items():
+        axes.plot([], [], style, color="0.4", label=f"builder {builder}")
     axes.set_xscale("log", base=2)
     axes.set_xticks(BUDGETS, [str(b) for b in BUDGETS])
     axes.set_xlabel("budget (tree nodes)")

@@ -28,7 +28,7 @@ class DataConfig:
     max_tokens: int = 512  # of a sequence that are used; the rest is cut off
     bucket: int = 128  # sequence lengths are padded to a multiple of it (one compiled step each)
     held_out: float = 0.03  # share of the sequences, chosen by content hash
-    limit: int = 0  # training sequences that are used, from the first on; 0: all
+    limit: int = 0  # training sequences that are used, chosen by content hash; 0: all
     seed: int = 0
 
 

@@ -160,9 +160,10 @@ def is_for_evaluation(folder: Path) -> bool:
     )
 
 
-def _is_held_out(tokens: np.ndarray, share: float) -> bool:
+def _place(tokens: np.ndarray) -> float:
+    """Where the prompt falls between 0 and 1, by its content alone."""
     digest = hashlib.sha256(np.ascontiguousarray(tokens, np.int32).tobytes()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64 < share
+    return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def load_dataset(cfg: DataConfig, *, allow_empty: bool = False) -> Dataset:
@@ -173,7 +174,8 @@ def load_dataset(cfg: DataConfig, *, allow_empty: bool = False) -> Dataset:
     sequence across it, and two answers to one prompt stay on the same side. `allow_empty`: an
     evaluation may do without a training part.
 
-    `limit` shortens the training part, the held-out part stays: learning curves over data.
+    `limit` keeps that many training sequences, chosen by content: learning curves over data. The
+    held-out part stays.
 
     Raises:
         ModelFileError: damaged or incomplete shards, or no usable sequence.
@@ -215,14 +217,16 @@ def load_dataset(cfg: DataConfig, *, allow_empty: bool = False) -> Dataset:
                 origin=f"{path.name} row {row}",
             )
             prompt = sequence.tokens[: spans[0][0]]
-            (held if _is_held_out(prompt, cfg.held_out) else train).append(sequence)
+            (held if _place(prompt) < cfg.held_out else train).append(sequence)
     if not train and not (allow_empty and held):
         raise ModelFileError(
             f"{folder}: no sequence with an answer among {rejected + len(held)}; regenerate "
             "the data"
         )
-    if cfg.limit:
-        train = train[: cfg.limit]
+    if 0 < cfg.limit < len(train):
+        # by content: shards may be in order of length or family
+        places = np.asarray([_place(s.tokens[: s.spans[0][0]]) for s in train])
+        train = [train[i] for i in np.sort(np.argsort(places, kind="stable")[: cfg.limit])]
     return Dataset(tuple(train), tuple(held), digest.hexdigest(), ids, rejected)
 
 

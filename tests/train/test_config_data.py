@@ -96,10 +96,14 @@ def test_load_splits_by_prompt_rejects_empty_answers_and_cuts(tiny: Tiny) -> Non
     bare = load_dataset(dataclasses.replace(cfg, path=str(tiny.bare)))
     assert {s.origin for s in bare.held_out} == {s.origin for s in data.held_out}
     assert bare.train[0].taps is None
+    # fewer sequences: some of the same, chosen by content and not by place, and more keep them
+    few, more = (load_dataset(dataclasses.replace(cfg, limit=n)) for n in (4, 8))
+    origins = [[x.origin for x in d.train] for d in (few, more, data)]
+    assert [len(o) for o in origins[:2]] == [4, 8]
+    assert set(origins[0]) < set(origins[1]) < set(origins[2])
+    assert origins[0] != origins[2][:4] and origins[0] == [o for o in origins[2] if o in origins[0]]
+    assert len(few.held_out) == len(data.held_out)
     # a larger share keeps what was held out before
-    few = load_dataset(dataclasses.replace(cfg, limit=2))
-    assert [x.origin for x in few.train] == [x.origin for x in data.train[:2]]
-    assert len(data.train) > 2 and len(few.held_out) == len(data.held_out)
     wider = load_dataset(dataclasses.replace(cfg, held_out=0.5))
     assert {s.origin for s in data.held_out} <= {s.origin for s in wider.held_out}
 
