@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,3 +220,11 @@ def to_gguf(family: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray
             value = interleave(value, HEADS if "q_proj" in part else KV)
         out[f"blk.{layer}.{_GGUF_LAYER[part]}.{kind}"] = value
     return out | {name: np.stack(values) for name, values in experts.items()}
+
+
+def gguf_entry(data: bytes | bytearray, name: str) -> int:
+    """Byte of a tensor's type in the directory (uint32); its offset (uint64) follows."""
+    key = struct.pack("<Q", len(name)) + name.encode()
+    rank_at = data.index(key) + len(key)
+    (rank,) = struct.unpack_from("<I", data, rank_at)
+    return rank_at + 4 + 8 * rank

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ import pytest
 from jetspec_jax.errors import ConfigError, ModelFileError
 from jetspec_jax.models.decoder import declare
 from jetspec_jax.weights import bundled_model_path, load_params, open_source
+from jetspec_jax.weights.gguf_file import BLOCKS, GGUFFile
 from jetspec_jax.weights.hf_config import parse_config
-from tests.weights.files import FAMILIES, hf_config, one_line, write_gguf, write_hf
+from tests.weights.files import FAMILIES, gguf_entry, hf_config, one_line, write_gguf, write_hf
 
 
 def load(path: Path) -> Any:
@@ -180,12 +183,24 @@ def test_gguf_with_an_unknown_or_unsupported_quantisation(tmp_path: Path) -> Non
     path = tmp_path / "m.gguf"
     write_gguf(path, kind="Q8_0")
     whole = path.read_bytes()
-    name = b"blk.0.ffn_up.weight"
-    at = whole.index(name) + len(name) + 4 + 16  # after the dimensions' count and two dimensions
-    assert whole[at : at + 4] == gguf.GGMLQuantizationType.Q8_0.to_bytes(4, "little")
+    tensors = GGUFFile(path).tensors
+    name = "blk.0.ffn_up.weight"
+    behind = list(tensors)[list(tensors).index(name) + 1 :]
+    at = gguf_entry(whole, name)
+    assert struct.unpack_from("<I", whole, at) == (gguf.GGMLQuantizationType.Q8_0,)
     for kind, fragment in ((99, "type 99"), (20, "IQ4_NL"), (39, "MXFP4")):
-        path.write_bytes(whole[:at] + kind.to_bytes(4, "little") + whole[at + 4 :])
-        one_line(path, lambda: open_source(path), "blk.0.ffn_up.weight", fragment, "use a file")
+        data = bytearray(whole)
+        struct.pack_into("<I", data, at, kind)
+        if kind in BLOCKS:  # as a file of that type would be: smaller, and the rest closer
+            _, per_block, size = BLOCKS[kind]
+            smaller = math.prod(tensors[name].shape) // per_block * size
+            moved = tensors[name].nbytes - -(-smaller // 32) * 32
+            for other in behind:
+                offset_at = gguf_entry(data, other) + 4
+                (offset,) = struct.unpack_from("<Q", data, offset_at)
+                struct.pack_into("<Q", data, offset_at, offset - moved)
+        path.write_bytes(data)
+        one_line(path, lambda: open_source(path), name, fragment, "use a file")
 
 
 def test_gguf_of_another_architecture_or_with_other_tensors(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from jetspec_jax.weights.gguf_file import BLOCKS, GGUFFile
 from tests.weights.files import (
     FAMILIES,
     HEAD,
+    gguf_entry,
     one_line,
     write_gguf,
 )
@@ -105,9 +106,7 @@ def test_an_offset_that_does_not_follow_is_refused(tmp_path: Path) -> None:
     write_gguf(path, "llama")
     for victim in list(GGUFFile(path).tensors)[:3]:
         data = bytearray(path.read_bytes())
-        entry = data.index(struct.pack("<Q", len(victim)) + victim.encode()) + 8 + len(victim)
-        (rank,) = struct.unpack_from("<I", data, entry)
-        at = entry + 4 + 8 * rank + 4
+        at = gguf_entry(data, victim) + 4
         (offset,) = struct.unpack_from("<Q", data, at)
         struct.pack_into("<Q", data, at, offset + 32)
         damaged = tmp_path / "damaged.gguf"
