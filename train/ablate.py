@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_jax.errors import ConfigError, InputError
-from train.cli import run_command
+from train.cli import make_folder, run_command
 from train.config import load_config, to_json
 from train.data import Dataset, held_out_batches, load_dataset
 from train.evaluate import BUDGETS, evaluate, make_evaluator
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             f"{', '.join(BUILDERS)}"
         )
     out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out, "--out")
     file = out / "ablation.json"
     key = {
         "config": to_json(load_config(args.config, args.overrides)),
@@ -180,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--anchors", type=int, default=16, help="rounds per sequence")
     p.add_argument("--out", required=True, help="folder for results")
     p.add_argument("overrides", nargs="*", metavar="section.key=value", help="of all variants")
-    args = p.parse_args(argv)
+    args = p.parse_intermixed_args(argv)
     return run_command(run, args)
 
 

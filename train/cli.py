@@ -6,9 +6,10 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from jetspec_jax.errors import JetSpecError
+from jetspec_jax.errors import ConfigError, JetSpecError
 
 
 def run_command(
@@ -22,3 +23,18 @@ def run_command(
         print(f"error: {err}", file=sys.stderr)
         return err.exit_code
     return 0
+
+
+def make_folder(path: Path, flag: str) -> Path:
+    """The folder, made where it is not there.
+
+    Raises:
+        ConfigError: it cannot be made; names the flag.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as err:
+        raise ConfigError(
+            f"{flag} {path}: cannot be made ({err.strerror or err}); give a folder"
+        ) from err
+    return path

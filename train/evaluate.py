@@ -35,7 +35,7 @@ from jetspec_jax.tree import accept, build_tree, prune
 from jetspec_jax.tree.topology import Tree
 from jetspec_jax.typing import Array, Params
 from jetspec_jax.weights import bundled_model_path, load_params, open_source
-from train.cli import run_command
+from train.cli import make_folder, run_command
 from train.config import DataConfig
 from train.data import Sample, assemble, held_out_batches, load_dataset
 from train.features import feature_function
@@ -330,7 +330,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     result |= {"draft": str(args.draft), "data": str(args.data), "builder": args.builder}
     if args.out:
         out = Path(args.out)
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out, "--out")
         (out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
         plot_calibration(result, out / "calibration.svg")
     return result
@@ -353,7 +353,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--builder", default="exact", choices=("exact", "chain", "accum_logp"))
     p.add_argument("--precision", choices=("float32", "bfloat16"), default="bfloat16")
     p.add_argument("--out", help="folder for evaluation.json and calibration.svg")
-    args = p.parse_args(argv)
+    args = p.parse_intermixed_args(argv)
     return run_command(run, args)
 
 

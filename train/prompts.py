@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import random
 import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,7 @@ def prompts_from_file(
     except (OSError, UnicodeDecodeError) as error:
         raise ModelFileError(f"{path}: cannot be read ({error}); give a JSON lines file") from error
     found: dict[str, Prompt] = {}
+    repeats = 0
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -202,18 +204,25 @@ def prompts_from_file(
         )
         if not well_formed or not isinstance(messages, list):
             raise ModelFileError(
-                f'{where}: needs {{"prompt": text}}, or {{"messages": [...]}} that end with the '
-                "user's; correct the line, or give --replace-answers where they end with an answer"
+                f'{where}: needs {{"prompt": text}}, or {{"messages": [...]}} with role (system, '
+                "user, assistant) and content (text), the user's last, and is "
+                f"{line.strip()[:80]}; correct the line, or give --replace-answers where it ends "
+                "with an answer"
             )
         if not evaluation and any(overlaps_evaluation(m["content"]) for m in messages):
             raise ConfigError(
                 f"{where}: shares text with an evaluation suite and must not be trained on; remove "
                 "the line, or give --for-evaluation"
             )
-        digest = content_hash(" ".join(f"{m['role']} {m['content']}" for m in messages))[:16]
+        # of the exact text: `content_hash` knows Latin letters and digits only
+        exact = json.dumps([[m["role"], m["content"]] for m in messages])
+        digest = hashlib.sha256(exact.encode()).hexdigest()[:16]
+        repeats += digest in found
         found.setdefault(digest, {"id": digest, "source": Path(path).name, "messages": messages})
     if not found:
         raise ModelFileError(f"{path}: holds no prompt; give a JSON lines file")
+    if repeats:
+        print(f"{path}: {repeats} repeated lines count once", file=sys.stderr, flush=True)
     return list(found.values())
 
 

@@ -29,6 +29,7 @@ import argparse
 import collections
 import dataclasses
 import json
+import os
 import signal
 import sys
 import time
@@ -41,14 +42,14 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jetspec_jax.config import KERNELS, EngineConfig, SamplingParams
+from jetspec_jax.config import KERNELS, EngineConfig, ModelConfig, SamplingParams
 from jetspec_jax.drafter.checkpoint import default_layer_ids
 from jetspec_jax.errors import ConfigError
 from jetspec_jax.loading import Target, load_target, resolve_kernels
 from jetspec_jax.models.decoder import Numerics, forward_full
 from jetspec_jax.typing import Array, Params
 from train import answers
-from train.cli import run_command
+from train.cli import make_folder, run_command
 from train.prompts import prompts_from_file, training_prompts
 from train.shards import ShardWriter, Writing, split_turns
 from train.slots import CHUNK, RegenConfig, Regenerator, compute_params, kept_features
@@ -144,6 +145,28 @@ def check_args(args: argparse.Namespace) -> None:
             raise ConfigError("--replace-answers needs --prompts-file, whose answers it replaces")
 
 
+def check_size(cfg: RegenConfig, model: ModelConfig, asked: int | None) -> None:
+    """Refuses conversations beyond the target's context, and caches beyond the machine's memory.
+
+    Raises:
+        ConfigError: names the flags and what fits.
+    """
+    if cfg.max_tokens > model.max_context:
+        flag = "--max-prompt and --max-new" if asked is None else "--max-tokens"
+        raise ConfigError(
+            f"{flag}: {cfg.max_tokens} tokens exceed the target's context of {model.max_context}; "
+            "give less"
+        )
+    slot = 2 * 4 * model.num_layers * model.num_kv_heads * model.head_dim * cfg.allocated
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if (cfg.slots + cfg.group) * slot > 0.8 * memory and jax.default_backend() == "cpu":
+        raise ConfigError(
+            f"--slots {cfg.slots} of {cfg.max_tokens} tokens need "
+            f"{(cfg.slots + cfg.group) * slot / 1e9:.1f} GB of keys and values, the machine has "
+            f"{memory / 1e9:.1f} GB; give fewer slots or tokens"
+        )
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Regenerates until the prompts or the time are used up; returns the accounting."""
     check_args(args)
@@ -172,7 +195,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
     layers = target.config.num_layers
     if not all(0 <= i < layers for i in taps):
-        raise ConfigError(f"--taps {list(taps)}: the target has layers 0 to {layers - 1}")
+        raise ConfigError(
+            f"--taps {list(taps)}: the target has layers 0 to {layers - 1}; give some of those"
+        )
+    if len(set(taps)) < len(taps):
+        flag = f"--taps {list(taps)}" if args.taps else f"--num-taps {args.num_taps}"
+        raise ConfigError(
+            f"{flag} takes a layer more than once; the target has {layers}, give fewer or others"
+        )
     cfg = RegenConfig(
         args.slots,
         min(args.group, args.slots),
@@ -183,7 +213,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         Numerics(native=native, attention_chunk=128),
         args.temperature > 0,
     )
-    writer = ShardWriter(Path(args.out))
+    check_size(cfg, target.config, args.max_tokens)
+    writer = ShardWriter(make_folder(Path(args.out), "--out"))
     meta = {
         "target": target.config.name,
         "hidden_size": target.config.hidden_size,
@@ -193,6 +224,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "max_tokens": cfg.max_tokens,
         "turns": args.turns,
         "prompts": args.prompts,
+        "prompts_file": Path(args.prompts_file).name if args.prompts_file else None,
         "seed": args.seed,
         "temperature": args.temperature,
         "precision": args.precision,
@@ -204,6 +236,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         before = json.loads(meta_path.read_text())
         keys = ("target", "taps", "vocab_size", "seed", "temperature", *answers.DEFAULTS)
         changed = [k for k in keys if before.get(k, answers.DEFAULTS.get(k)) != meta[k]]
+        # folders of older versions do not say all of this
+        later = ("max_new", "max_tokens", "turns", "prompts_file")
+        changed += [k for k in later if before.get(k, meta[k]) != meta[k]]
         if changed:
             raise ConfigError(
                 f"{args.out} was made with another {', '.join(changed)}; use another --out"
@@ -259,11 +294,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         bar.set_postfix(tokens=written, tok_s=f"{written / (time.monotonic() - started):.0f}")
     bar.close()
     writer.flush()
+    wanted = {p["id"] for p in prompts}  # the folder may hold more
     verdicts = {
-        v: sum(len(x["ids"]) for x in writer.lines if x["verdict"] == v)
+        v: sum(len(wanted.intersection(x["ids"])) for x in writer.lines if x["verdict"] == v)
         for v in ("done", "skipped", "failed")
     }
-    verdicts |= {"input": len(prompts), "open": len(prompts) - len(writer.seen)}
+    verdicts |= {"input": len(prompts), "open": len(wanted - writer.seen)}
     reasons = collections.Counter(x["reason"] for x in writer.lines if "reason" in x)
     return {
         **verdicts,
@@ -325,7 +361,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--drop-unfinished",
         action="store_true",
-        help="at the time limit, do not run_command open sequences",
+        help="at the time limit, do not finish open sequences",
     )
     return p
 

@@ -24,6 +24,7 @@ from jetspec_jax.models import decoder
 from jetspec_jax.typing import Params
 from jetspec_jax.weights import bundled_model_path, load_params, open_source
 from train import checkpoint
+from train.cli import make_folder
 from train.config import TrainConfig, load_config, to_json
 from train.data import (
     Dataset,
@@ -315,7 +316,7 @@ class Trainer:
         """Train to `optim.steps`, the time limit or a signal; returns the summary (last line of
         stdout)."""
         cfg = self.cfg
-        self.out.mkdir(parents=True, exist_ok=True)
+        make_folder(self.out, "run.out")
         self.resume()
         begun, before = time.monotonic(), self.seconds
         total, step, reason = cfg.optim.steps, int(self.state.step), "steps"
@@ -398,7 +399,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="for example optim.lr=3e-4"
     )
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     command = " ".join(["python -m train.train_draft", *(sys.argv[1:] if argv is None else argv)])
     try:
         trainer = Trainer(load_config(args.config, args.overrides), command)

@@ -117,10 +117,21 @@ def test_a_file_of_prompts_and_conversations(tmp_path) -> None:
     assert [p["messages"] for p in found] == [turns[:1], [turns[0], turns[2]]]
 
 
+def test_prompts_of_a_file_differ_where_their_text_does(tmp_path, capsys) -> None:
+    file = tmp_path / "p.jsonl"
+    texts = ["什么是河", "川とは何ですか。", "Что такое река?", "3 + 4", "3 - 4", "3 - 4"]
+    file.write_text("\n".join(json.dumps({"prompt": t}) for t in texts))
+    found = prompts.prompts_from_file(file)
+    assert [p["messages"][0]["content"] for p in found] == texts[:5]
+    assert len({p["id"] for p in found}) == 5
+    assert "1 repeated lines count once" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "line",
     [
         "{",
+        '{"messages": [{"role": "tool", "content": "x"}, {"role": "user", "content": "y"}]}',
         "[]",
         '{"prompt": 3}',
         '{"messages": []}',

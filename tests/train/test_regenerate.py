@@ -153,6 +153,42 @@ def test_bad_flags_are_one_line_and_leave_nothing(tmp_path, capsys, words, said)
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--max-tokens", "100000"], "exceed the target's context of 8192; give less"),
+        (["--slots", "100000"], "GB of keys and values, the machine has"),
+        (["--num-taps", "99"], "--num-taps 99 takes a layer more than once"),
+        (["--taps", "3", "3"], "--taps [3, 3] takes a layer more than once"),
+        (["--out", __file__], f"--out {__file__}: cannot be made"),
+        (["--out", "/dev/null/x"], "--out /dev/null/x: cannot be made"),
+    ],
+)
+def test_what_the_target_or_the_machine_refuses(tmp_path, capsys, words, said) -> None:
+    out = tmp_path / "out"
+    assert main(["--out", str(out), "--prompts", "4", "--slots", "2", *words]) == 2
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert err.startswith("error: ") and said in err
+    assert not out.exists()
+
+
+@pytest.mark.slow
+def test_a_folder_goes_on_with_what_it_was_made_of(tmp_path, capsys) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": f"Say {name}."}))
+    fixed = ["--out", str(tmp_path / "out"), "--slots", "2", "--max-new", "2"]
+    assert main([*fixed, "--prompts-file", str(tmp_path / "a.jsonl")]) == 0
+    first = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (first["done"], first["input"], first["open"]) == (1, 1, 0)
+    meta = (tmp_path / "out" / "meta.json").read_text()
+    assert main([*fixed, "--prompts-file", str(tmp_path / "b.jsonl")]) == 2
+    assert "another prompts_file" in capsys.readouterr().err
+    assert main([*fixed, "--prompts-file", str(tmp_path / "a.jsonl"), "--max-new", "3"]) == 2
+    assert "another max_new, max_tokens" in capsys.readouterr().err
+    assert (tmp_path / "out" / "meta.json").read_text() == meta
+
+
 def test_the_packed_answers_of_the_repository_fit_the_bundled_target() -> None:
     """The command in configs/train/smollm2_135m.toml: same target, known prompts, ids in range."""
     source = open_source(bundled_model_path()).config()

@@ -290,6 +290,7 @@ def test_parent_features_follow_the_embedding() -> None:
         ("draft.init_layers=[9]", 2, "must name 1 of 4"),
         ("data.path='/none'", 1, "no such data folder"),
         ("optim.lrr=1", 2, "did you mean 'optim.lr'"),
+        ("run.out='/dev/null/x'", 2, "run.out /dev/null/x: cannot be made"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -303,7 +304,7 @@ def test_bad_input_is_one_line(
 def test_plan_and_run_print_one_json_line(
     overrides: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*overrides, "--plan"]) == 0
+    assert main([*overrides[:2], "--plan", *overrides[2:]]) == 0  # overrides may stand anywhere
     plan = last_line(capsys)
     assert plan["slots_per_step"] == 2 * 6 * 3 and plan["head"]["target_layer_ids"] == list(TAPS)
     assert not Path(load_config(None, overrides).run.out).exists()
