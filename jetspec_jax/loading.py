@@ -94,7 +94,9 @@ def resolve_kernels(engine: EngineConfig) -> str:
         KernelError: kernels asked for, and they cannot be built or run here.
     """
     if engine.kernels == "gpu" and engine.dtype != "bfloat16":
-        raise ConfigError(f"kernels='gpu' run bfloat16, not {engine.dtype}; add --dtype bfloat16")
+        raise ConfigError(
+            f"kernels='gpu' multiply bfloat16, not {engine.dtype}; give dtype bfloat16"
+        )
     if engine.kernels == "gpu" or (
         engine.kernels == "auto" and engine.dtype == "bfloat16" and jax.default_backend() == "gpu"
     ):
@@ -102,7 +104,7 @@ def resolve_kernels(engine: EngineConfig) -> str:
             _check_gpu_kernels()
         except native.KernelError as err:
             if engine.kernels == "gpu":
-                raise KernelError(f"kernels='gpu': {err}") from err
+                raise KernelError(f"kernels='gpu': {err}; drop it, or run on such a GPU") from err
             _logger.warning("XLA instead of GPU kernels: %s", err)
             return "xla"
         return "gpu"

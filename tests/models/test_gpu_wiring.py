@@ -90,7 +90,7 @@ def test_gpu_kernels_run_where_there_are_some(monkeypatch, caplog):
     asked = EngineConfig(kernels="gpu", dtype="bfloat16")
     with pytest.raises(KernelError, match=r"an NVIDIA GPU of .* is needed, not 'cpu'"):
         resolve_kernels(asked)
-    with pytest.raises(ConfigError, match="run bfloat16, not float32; add --dtype bfloat16"):
+    with pytest.raises(ConfigError, match="multiply bfloat16, not float32; give dtype bfloat16"):
         resolve_kernels(EngineConfig(kernels="gpu"))
     free = EngineConfig(dtype="bfloat16")
     assert resolve_kernels(free) == "xla"
