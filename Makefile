@@ -10,6 +10,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV_VERSION := 0.13.9
 SUITES ?= humaneval,gsm8k,mtbench
+# Skipped by `make test`, which has no Triton: gpu-compile brings it.
+TRITON_TESTS := $(addprefix tests/pallas_kernels/,test_build_tree_gpu.py test_projection_triton.py \
+  test_tree_attention_triton.py test_gpu_apis.py)
 # Compiling is most of the tests' time, and most of it runs on one core. A file stays in one process.
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile
 # Versions come from uv.lock. --inexact keeps what requirements/data.txt adds beside it.
@@ -43,6 +46,7 @@ train-smoke: $(DEV)  ## Regenerate, train, export, evaluate and serve a tiny hea
 gpu-compile: $(DEV)  ## Kernels compile for H100 and RTX PRO 6000, and training of Qwen3-8B for 8 x H100 (no GPU needed)
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(VENV)/gpu-compile -r requirements/gpu-compile.txt
 	@export PYTHONPATH=$(VENV)/gpu-compile JAX_PLATFORMS=cpu TF_CPP_MIN_LOG_LEVEL=3; \
+	  $(BIN)/python -m pytest -q -rN --durations 0 --durations-min 5 $(PARALLEL) $(TRITON_TESTS); \
 	  $(BIN)/python -m pallas_kernels.gpu_compile --quick; \
 	  $(BIN)/python -m train.gpu_compile --config configs/train/qwen3_8b.toml --geometry qwen3-8b
 
