@@ -1,0 +1,1 @@
+"""SpecPilot: finds a configuration that decodes faster and changes no token (pilot.md)."""
