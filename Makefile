@@ -92,7 +92,7 @@ $(BIN)/uv:
 	  && $(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 
 $(RUN): $(INPUTS) | $(BIN)/uv
-	@$(SYNC)
+	@$(SYNC) --extra autotune
 	@$(BIN)/uv pip install --quiet --no-deps --python $(BIN)/python -r requirements/data.txt
 	@touch $@
 

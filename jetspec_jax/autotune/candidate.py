@@ -19,9 +19,10 @@ class Candidate:
     """A change that an explorer proposes.
 
     Attributes:
-        params: dotted name -> JSON value. `spec.width` is a field of SpecConfig, `engine.arithmetic`
-            of EngineConfig, `policy.first_credit` of PolicyConfig (`SpecConfig.policy`), and
-            `kernel.<op>.<NAME>` a build parameter of a native kernel. Empty: the heuristic itself.
+        params: dotted name -> JSON value. `spec.width` is a field of SpecConfig,
+            `engine.arithmetic` of EngineConfig, `policy.first_credit` of PolicyConfig
+            (`SpecConfig.policy`), and `kernel.<op>.<NAME>` a build parameter of a native kernel.
+            Empty: the heuristic itself.
         patch: a unified diff against the source tree, or None.
         origin: who proposed it, e.g. "builtin:tree" or "cmd:agent.sh".
     """
