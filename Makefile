@@ -23,7 +23,7 @@ RUN := $(VENV)/.installed-run-$(KIND)
 DEV := $(VENV)/.installed-dev-$(KIND)
 INPUTS := pyproject.toml uv.lock requirements/data.txt
 
-.PHONY: help demo test test-fast asan train-smoke gpu-compile lint format types check bench bench-peers lock hooks install dev clean distclean
+.PHONY: help demo test test-fast asan train-smoke gpu-compile lint format types check gpu-check bench bench-peers lock hooks install dev clean distclean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -49,6 +49,10 @@ gpu-compile: $(DEV)  ## Kernels compile for H100 and RTX PRO 6000, and training 
 	  $(BIN)/python -m pytest -q -rN --durations 0 --durations-min 5 $(PARALLEL) $(TRITON_TESTS); \
 	  $(BIN)/python -m pallas_kernels.gpu_compile --quick; \
 	  $(BIN)/python -m train.gpu_compile --config configs/train/qwen3_8b.toml --geometry qwen3-8b
+
+# No set-up: a GPU machine may have no network. PYTHON is one with JAX for CUDA.
+gpu-check:  ## On a GPU: gpu tests, exactness, a run, the bench; results in gpu-check/ (PYTHON=... ARGS="--wheels DIR")
+	@$(or $(PYTHON),python3) -m serve.gpu_check $(ARGS)
 
 lint: $(DEV)  ## ruff: lint and format check
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
