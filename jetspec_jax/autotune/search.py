@@ -188,10 +188,6 @@ class Search:
                     "seed; move it away, or give another --out"
                 )
             self._plan = list(known[_PLAN])
-        # A process that was killed leaves its trial running: it is at its place in the plan again.
-        for trial in self._study.get_trials(deepcopy=False):
-            if not trial.state.is_finished():
-                self._study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
 
     @property
     def finished(self) -> list[Finished]:
@@ -257,11 +253,10 @@ class Search:
                 done(trial)
 
     def _measure(self, params: Params, objective: Objective, deadline: float) -> Finished | None:
-        optuna = _optuna()
-        state = optuna.trial.TrialState
+        """Measures one parameter set and writes it, whole, in one transaction: a process that is
+        killed before leaves nothing behind. None: the clock cut it short.
+        """
         ordinal, best, started = len(self.finished), self.best, time.monotonic()
-        self._study.enqueue_trial(dict(params))
-        trial = self._study.ask(self._space)
         steps: list[float] = []
         note, pruned = "", False
         values = objective(params)
@@ -269,34 +264,39 @@ class Search:
             with contextlib.closing(values):
                 for value in values:
                     steps.append(value)
-                    trial.report(math.fsum(steps) / len(steps), len(steps))
                     pruned = best is not None and behind(steps, best.steps)
                     if pruned:
                         break
                     if time.monotonic() >= deadline:
-                        self._study.tell(trial, state=state.FAIL)
                         return None
         except JetSpecError as error:
             # A configuration that is refused or crashes is a result: it will not be tried again.
-            note = " ".join(str(error).split())
-        except BaseException:
-            self._study.tell(trial, state=state.FAIL)
-            raise
+            # What the clock cut short is none.
+            if time.monotonic() >= deadline:
+                return None
+            note, steps = " ".join(str(error).split()), []
         if not steps and not note:
             if time.monotonic() >= deadline:
-                self._study.tell(trial, state=state.FAIL)
                 return None
             note = "no prompt was measured"
-        kept = [] if note else steps
-        result = Finished(
-            ordinal, dict(params), tuple(kept), pruned, note, time.monotonic() - started
-        )
-        trial.set_user_attr(_RESULT, dataclasses.asdict(result))
-        if pruned:
-            self._study.tell(trial, state=state.PRUNED)
-        else:
-            self._study.tell(trial, _REFUSED if note else math.fsum(steps) / len(steps))
+        spent = time.monotonic() - started
+        result = Finished(ordinal, dict(params), tuple(steps), pruned, note, spent)
+        self._write(result)
         return result
+
+    def _write(self, result: Finished) -> None:
+        trial = _optuna().trial
+        means = [math.fsum(result.steps[: i + 1]) / (i + 1) for i in range(len(result.steps))]
+        self._study.add_trial(
+            trial.create_trial(
+                state=trial.TrialState.PRUNED if result.pruned else trial.TrialState.COMPLETE,
+                value=_REFUSED if result.note else means[-1],
+                params=dict(result.params),
+                distributions=self._space,
+                intermediate_values=dict(enumerate(means, 1)),
+                user_attrs={_RESULT: dataclasses.asdict(result)},
+            )
+        )
 
     def _sample(self, count: int) -> list[Params]:
         """New parameter sets by TPE: a function of seed and finished trials."""

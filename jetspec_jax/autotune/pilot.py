@@ -1,0 +1,417 @@
+"""The loop: measure, propose, pass the gate, remember; then the next explorer starts from what was
+accepted (pilot.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jetspec_jax.autotune import explorers
+from jetspec_jax.autotune.candidate import Candidate
+from jetspec_jax.autotune.explorers import Part
+from jetspec_jax.autotune.key import DeploymentKey
+from jetspec_jax.autotune.memory import Memory, Pattern
+from jetspec_jax.autotune.pairs import Asked, Pairs, centre
+from jetspec_jax.autotune.search import Finished, Params, Search
+from jetspec_jax.autotune.session import Session
+from jetspec_jax.config import SamplingParams
+from jetspec_jax.errors import JetSpecError, TokensDiffer
+
+_TRIAL_GROUPS, _CONFIRM_GROUPS = (
+    8,
+    16,
+)  # prompts (or batches) a trial is measured on, and a finalist
+_FINALISTS = 3  # of a search that are measured again before the gate sees one
+_WORTH = 1.01  # measured ratio from which a finalist is shown to the gate
+_LEAST_S, _ENOUGH_S = 20.0, 60.0  # a search with less time is not begun; what one should have
+
+Judge = Callable[[Candidate, Candidate, float], Any]  # incumbent, candidate, seconds -> Verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a run is about.
+
+    Attributes:
+        key: the deployment.
+        space: declared parameters that apply to it.
+        compose: a candidate's params from values of the space (`space.params_of`).
+        order: ops by gap, largest first.
+        prompts: token ids that explorers measure on; the gate has others.
+        sampling: of measured answers.
+        start: makes a worker for an engine-level candidate.
+        judge: the gate.
+        out: folder of all files.
+        seed: of everything random.
+        code: version of the code.
+        gate_seconds: what a gate is given, and what searches leave for it.
+        predict: the cost model's word on a measured candidate, from its rounds and nodes.
+    """
+
+    key: DeploymentKey
+    space: Sequence[Any]
+    compose: explorers.Compose
+    order: Sequence[str]
+    prompts: Sequence[Sequence[int]]
+    sampling: SamplingParams
+    start: Callable[[Candidate], Asked]
+    judge: Judge
+    out: Path
+    seed: int = 0
+    code: str = ""
+    gate_seconds: float = 120.0
+    predict: Callable[[dict[str, float]], float | None] = lambda figures: None
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What a caller may show: a finished trial, and the best so far."""
+
+    part: str
+    trial: Finished
+    best: Finished | None
+    count: int
+
+
+class Pilot:
+    """Runs explorers for a task.
+
+    Args:
+        task: what and where.
+        session: where it stands; kept up to date.
+        say: gets one line per event.
+        show: gets every finished trial.
+        trials: finished trials after which a search ends; None: only time ends it.
+        deadline: of `time.monotonic`.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        session: Session,
+        *,
+        say: Callable[[str], None] = lambda line: None,
+        show: Callable[[Progress], None] = lambda progress: None,
+        trials: int | None = None,
+        deadline: float = math.inf,
+    ) -> None:
+        self.task, self.session = task, session
+        self._say, self._show, self._trials, self._deadline = say, show, trials, deadline
+        self.memory = Memory(task.out / "memory.db")
+        self._began, self._before = time.monotonic(), session.seconds
+        self.finished = 0  # trials, those of an interrupted run included
+
+    def run(self, names: Sequence[str]) -> None:
+        """Known patterns first, then every explorer's searches, furthest gap first.
+
+        Ctrl-C, and anything else that is raised, leaves everything finished on disk.
+        """
+        try:
+            self._known()
+            todo = [
+                p for name in names for p in explorers.parts(name, self.task.space, self.task.order)
+            ]
+            if not todo:
+                self._say("no declared parameter applies to this deployment")
+            todo = [p for p in todo if p.name not in self.session.ended]
+            for place, part in enumerate(todo):
+                left = self._deadline - time.monotonic() - self.task.gate_seconds
+                if left < _LEAST_S:
+                    names_left = ", ".join(p.name for p in todo[place:])
+                    self._say(f"no time is left for {names_left}; the same command goes on there")
+                    return
+                # as many of the searches as get enough time to find something share it
+                count = len(todo) if math.isinf(left) else max(1, int(left / _ENOUGH_S))
+                among = sum(p.weight for p in todo[place : place + count])
+                self._explore(part, left * part.weight / among)
+            self.session.done = True
+        finally:
+            self._save()
+
+    # ---- before any search -----------------------------------------------------------------------
+
+    def _known(self) -> None:
+        """What memory holds for this deployment and near ones, and the shipped heuristic where the
+        run does not begin from it, go first: nothing is cheaper than an answer that is known.
+        """
+        incumbent, session = self.session.incumbent, self.session
+        if "known" in session.ended:
+            return
+        found = [c for c in self.memory.candidates(self.task.key) if c.patch is None]
+        if incumbent.id != Candidate().id:
+            found.insert(0, Candidate(origin="heuristic"))
+        found = [c for c in found if c.id not in self._refused() and c.id != incumbent.id][:4]
+        measured: list[tuple[float, Candidate]] = []
+        if found:
+            self._say(f"{len(found)} known configurations go first")
+            with self._pairs(incumbent) as pairs:
+                for candidate in found:
+                    steps = self._confirm(pairs, candidate, 0, _TRIAL_GROUPS // 2)
+                    if steps:
+                        session.known[candidate.id] = centre(steps)
+                        measured.append((centre(steps), candidate))
+                        self._say(f"{describe(candidate)}: {math.exp(centre(steps)):.2f}x")
+        self._pass("known", measured)
+        session.ended["known"] = f"{len(found)} tried"
+        self._save()
+
+    # ---- one search ------------------------------------------------------------------------------
+
+    def _explore(self, part: Part, seconds: float) -> None:
+        """Searches, measures the best again, and shows them to the gate."""
+        task, incumbent = self.task, self.session.incumbent
+        until = time.monotonic() + seconds
+        origin = f"builtin:{part.explorer}"
+
+        def make(params: Params) -> Candidate:
+            return explorers.candidate_of(task.space, incumbent, params, origin, task.compose)
+
+        search = Search(
+            task.out / "search.db",
+            self._study(part),
+            part.space,
+            seed=task.seed,
+            defaults=explorers.values(part.space, incumbent),
+            first=explorers.first(part.space, incumbent, self.memory.candidates(task.key)),
+            identity=lambda params: make(params).id,
+            facts={
+                "part": part.name,
+                "incumbent": incumbent.to_json(),
+                "here": explorers.values(part.space, incumbent),
+                "key": task.key.to_json(),
+            },
+        )
+        refused = self._refused()
+
+        def show(trial: Finished) -> None:
+            self.finished += 1
+            self._show(Progress(part.name, trial, search.best, len(search.finished)))
+            self._save()
+
+        with self._pairs(incumbent, until) as pairs:
+
+            def objective(params: Params) -> Generator[float]:
+                candidate = make(params)
+                if candidate.id == incumbent.id:
+                    yield from [0.0] * min(_TRIAL_GROUPS, pairs.groups)
+                    return
+                if candidate.id in refused:
+                    raise TokensDiffer(refused[candidate.id])
+                values = pairs.ratios(candidate)
+                try:
+                    for _ in range(_TRIAL_GROUPS):
+                        value = next(values, None)
+                        if value is None:
+                            return
+                        yield value
+                except TokensDiffer as error:
+                    self._remember_difference(candidate, str(error))
+                    raise
+
+            before = len(search.finished)
+            self.finished += before
+            if before:
+                self._say(f"{part.name}: goes on after {before} finished trials")
+            why = search.run(
+                objective,
+                trials=self._trials,
+                deadline=until,
+                ahead=part.ahead,
+                prepare=lambda batch: (
+                    pairs.prepare([make(p) for p in batch]) if part.ahead > 1 else None
+                ),
+                done=show,
+            )
+            self._say(f"{part.name}: {why}; {len(search.finished)} trials{_best(search.best)}")
+            pairs.deadline = self._deadline
+            finalists = self._finalists(search, pairs, make)
+        self._pass(part.name, finalists)
+        self.session.ended[part.name] = why
+        self._save()
+
+    def _finalists(
+        self, search: Search, pairs: Pairs, make: Callable[[Params], Candidate]
+    ) -> list[tuple[float, Candidate]]:
+        """The best few, measured again on prompts that chose none of them, best first."""
+        whole = [t for t in search.finished if t.steps and not t.pruned and (t.ratio or 0) > 1]
+        best = sorted(whole, key=lambda t: -(t.ratio or 0))[:_FINALISTS]
+        found: list[tuple[float, Candidate]] = []
+        for trial in best:
+            candidate = make(trial.params)
+            if candidate.id == self.session.incumbent.id:
+                continue
+            again = self._confirm(pairs, candidate, _TRIAL_GROUPS, _CONFIRM_GROUPS)
+            if again:
+                found.append((centre(again), candidate))
+                self._say(
+                    f"{describe(candidate)}: {trial.ratio:.3f}x, measured again "
+                    f"{math.exp(centre(again)):.3f}x"
+                )
+        return found
+
+    def _confirm(self, pairs: Pairs, candidate: Candidate, first: int, count: int) -> list[float]:
+        """Fresh pairs of a candidate; fewer where the clock ends them, none where it fails."""
+        steps: list[float] = []
+        start = first if first + 2 <= pairs.groups else 0
+        try:
+            for value in pairs.ratios(candidate, start):
+                steps.append(value)
+                if len(steps) >= count or time.monotonic() >= self._deadline:
+                    break
+        except TokensDiffer as error:
+            self._remember_difference(candidate, str(error))
+            return []
+        except JetSpecError as error:
+            self._say(f"{describe(candidate)}: {' '.join(str(error).split())}")
+            return []
+        return steps
+
+    # ---- the gate --------------------------------------------------------------------------------
+
+    def _pass(self, search: str, finalists: Sequence[tuple[float, Candidate]]) -> None:
+        """Shows finalists to the gate, best first, until one is accepted or the time is up."""
+        session = self.session
+        for measured, candidate in sorted(finalists, key=lambda item: -item[0]):
+            incumbent = session.incumbent
+            left = self._deadline - time.monotonic()
+            if math.exp(measured) < _WORTH or session.judged(candidate, incumbent):
+                continue
+            if left < self.task.gate_seconds / 2:
+                self._say(f"no time is left to judge {describe(candidate)}")
+                return
+            self._say(f"the gate judges {describe(candidate)}")
+            seconds = left if search != "known" else min(left, self.task.gate_seconds)
+            verdict = self.task.judge(incumbent, candidate, seconds)
+            self._say(f"{'accepted' if verdict.accepted else 'refused'}: {verdict.reason}")
+            session.verdicts.append(
+                {
+                    "candidate": candidate.to_json(),
+                    "incumbent": incumbent.to_json(),
+                    "search": search,
+                    "measured": math.exp(measured),
+                    "verdict": verdict.to_json(),
+                }
+            )
+            if verdict.accepted:
+                session.incumbent = candidate
+            self._save()
+            self._remember(incumbent, candidate, verdict)
+            if verdict.accepted:
+                return
+
+    def _remember(self, incumbent: Candidate, candidate: Candidate, verdict: Any) -> None:
+        """Into memory, with the ratio against the shipped heuristic: that is what a lookup
+        compares. Bounds of a chain of accepted steps multiply. From another start the chain says
+        nothing about the heuristic, so an accepted one is kept in the session alone.
+        """
+        chain = self._chain(incumbent)
+        if chain is None and verdict.accepted:
+            return
+        factors = chain or (1.0, 1.0, 1.0)
+        speed = (verdict.speed_ratio, verdict.speed_ratio_low, verdict.speed_ratio_high)
+        measured, low, high = (
+            None if s is None else s * f for s, f in zip(speed, factors, strict=True)
+        )
+        self.memory.record(
+            Pattern(
+                key=self.task.key,
+                candidate=candidate,
+                accepted=verdict.accepted,
+                predicted=None,
+                measured=measured,
+                low=low,
+                high=high,
+                report=verdict.to_json() | {"against": incumbent.to_json()},
+                counter_example=verdict.counter_example,
+                code=self.task.code,
+            )
+        )
+
+    def _chain(self, candidate: Candidate) -> tuple[float, float, float] | None:
+        """Speed of an incumbent against the heuristic: (ratio, low, high); None: not known."""
+        if candidate.id == Candidate().id:
+            return 1.0, 1.0, 1.0
+        known = [
+            p
+            for p in self.memory.latest()
+            if p.key == self.task.key
+            and p.accepted
+            and p.trusted
+            and p.candidate.id == candidate.id
+        ]
+        if not known or known[-1].measured is None:
+            return None
+        last = known[-1]
+        return last.measured or 1.0, last.low or 1.0, last.high or 1.0
+
+    def _remember_difference(self, candidate: Candidate, text: str) -> None:
+        self._say(f"{describe(candidate)}: {text}")
+        self.memory.record(
+            Pattern(
+                key=self.task.key,
+                candidate=candidate,
+                accepted=False,
+                report={"reason": text},
+                counter_example={"where": text},
+                code=self.task.code,
+            )
+        )
+
+    def _refused(self) -> dict[str, str]:
+        """Candidates that changed a token here, by id: never tried again with this code."""
+        return {
+            p.candidate.id: str(p.report.get("reason", "it changed a token"))
+            for p in self.memory.rejected(self.task.key)
+            if p.counter_example is not None and p.code == self.task.code
+        }
+
+    # ---- small things ----------------------------------------------------------------------------
+
+    def _pairs(self, reference: Candidate, deadline: float | None = None) -> Pairs:
+        return Pairs(
+            self.task.start,
+            reference,
+            self.task.prompts,
+            sampling=self.task.sampling,
+            batch=self.task.key.batch,
+            deadline=self._deadline if deadline is None else deadline,
+        )
+
+    def _study(self, part: Part) -> str:
+        """One study a deployment, search, incumbent, space and seed."""
+        facts = [
+            self.task.key.to_json(),
+            self.session.incumbent.id,
+            [repr(p) for p in part.space],
+            self.task.seed,
+            self.task.code,
+        ]
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+        return f"{part.name}/{digest}"
+
+    def _save(self) -> None:
+        self.session.seconds = self._before + time.monotonic() - self._began
+        self.session.save()
+
+
+def describe(candidate: Candidate) -> str:
+    """A candidate in a few words."""
+    words = [
+        f"{name.partition('.')[2]}={value}" for name, value in sorted(candidate.params.items())
+    ]
+    if candidate.patch:
+        words.append("a patch")
+    return ", ".join(words) or "the shipped heuristic"
+
+
+def _best(best: Finished | None) -> str:
+    if best is None or best.ratio is None:
+        return ""
+    return f", the best {best.ratio:.3f}x on the search's prompts"
