@@ -325,6 +325,21 @@ class SamplingParams(_FromMapping):
             )
 
 
+def _pairs(value: Any) -> tuple[tuple[str, int], ...]:
+    """Kernel parameters in the order of their names, from a mapping or from pairs."""
+    pairs = list(value.items() if isinstance(value, Mapping) else value)
+    for pair in pairs:
+        name, number = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (pair, None)
+        if not isinstance(name, str) or isinstance(number, bool) or not isinstance(number, int):
+            raise ConfigError(
+                f"EngineConfig.kernel_params holds {pair!r}; "
+                'give pairs like ("tree_attention.LEAD", 128)'
+            )
+    if len({name for name, _ in pairs}) < len(pairs):
+        raise ConfigError("EngineConfig.kernel_params names a parameter twice; give it once")
+    return tuple(sorted((name, number) for name, number in pairs))
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineConfig(_FromMapping):
     """Sizes and numerics of an engine; these fix which programs are compiled.
@@ -341,6 +356,10 @@ class EngineConfig(_FromMapping):
     "float", sums of float32 products, "integer", exact integer sums of every 32 inputs, which make
     several rows cheaper, or "auto", integer where the CPU has AVX-512 VNNI. Logits differ in their
     last bits; both are as close to exact sums, and both give plain and tree decoding equal bits.
+
+    `kernel_params` are values of kernel parameters (`pallas_kernels.parameters`), as pairs of
+    ("<op>.<NAME>", value) or a mapping, e.g. {"tree_attention.LEAD": 128}. Native kernels are
+    compiled anew for a set of values that this machine has not had.
     """
 
     capacity: int | None = (
@@ -355,8 +374,10 @@ class EngineConfig(_FromMapping):
     max_batch: int = 32
     prefill_chunk: int = 64
     attention_chunk: int = 256
+    kernel_params: tuple[tuple[str, int], ...] = ()  # by name; names are checked at load
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "kernel_params", _pairs(self.kernel_params))
         _one_of("EngineConfig", "dtype", self.dtype, DTYPES)
         if self.numerics is not None:
             _one_of("EngineConfig", "numerics", self.numerics, NUMERICS)

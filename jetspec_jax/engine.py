@@ -42,6 +42,7 @@ from jetspec_jax.request import Request, check_prompt, round_trace
 from jetspec_jax.results import GenerationResult, StreamChunk, Timings
 from jetspec_jax.session import MAX_STOP_IDS, Session, new_state
 from jetspec_jax.state import RUNNING, EngineParams
+from pallas_kernels import parameters
 
 # Node counts that the automatic budget chooses from. With the native decoder stack rows are data:
 # one program serves all of them, so the steps are fine. Else each count is a branch of the program.
@@ -250,6 +251,7 @@ class LLM:
                 stack=self._stack,
                 head=self._native_head,
                 attention_chunk=self.engine.attention_chunk,
+                kernel_params=self.engine.kernel_params,
             ),
             sampled=any(s.temperature > 0 for s in sampling),
             logprobs=max(logprobs) if logprobs else None,
@@ -294,16 +296,17 @@ class LLM:
             return kept
         cfg: Any = self.model_config if kind == "target" else self.draft_config
         dtype = jnp.dtype(self.engine.dtype)
-        return alloc(
-            cfg.num_layers,
-            batch,
-            cfg.num_kv_heads,
-            self._allocated(),
-            cfg.head_dim,
-            dtype,
-            # the drafter's context is read by XLA where the head is not native
-            native=self._stack if kind == "target" else self._native_head,
-        )
+        with parameters.using(self.engine.kernel_params):
+            return alloc(
+                cfg.num_layers,
+                batch,
+                cfg.num_kv_heads,
+                self._allocated(),
+                cfg.head_dim,
+                dtype,
+                # the drafter's context is read by XLA where the head is not native
+                native=self._stack if kind == "target" else self._native_head,
+            )
 
     def params_for(
         self, plan: RoundPlan, table: Costs | None = None, policy: PolicyConfig | None = None

@@ -50,6 +50,7 @@ class Facts:
         tiles: the process may use AMX tiles.
         integer: formats whose weights are multiplied in integers, e.g. ("q4_1", "q8_0").
         floating: formats multiplied in fused multiply-adds; "f32" is one of them.
+        device: kind of device, as JAX names it.
         gpu_form: "mosaic_gpu" or "triton" where GPU kernels run, else "".
         head_dim: of attention.
     """
@@ -61,6 +62,7 @@ class Facts:
     tiles: bool = False
     integer: tuple[str, ...] = ()
     floating: tuple[str, ...] = ()
+    device: str = ""
     gpu_form: str = ""
     head_dim: int = 0
 
@@ -237,20 +239,25 @@ def using(values: Values) -> Iterator[None]:
         _in_force.reset(token)
 
 
+def is_build(name: str) -> bool:
+    """Whether "<op>.<NAME>" is a build parameter of the native kernels."""
+    return name.rpartition(".")[2].isupper()
+
+
 def build_flags(values: Values) -> tuple[str, ...]:
     """Compiler flags for the build parameters among `values`."""
-    flags = []
-    for name, value in values:
-        op, _, short = name.rpartition(".")
-        if short.isupper():
-            flags.append(f"-DJETSPEC_{op.upper()}_{short}={value}")
-    return tuple(flags)
+    return tuple(
+        f"-DJETSPEC_{name.replace('.', '_').upper()}={value}"
+        for name, value in values
+        if is_build(name)
+    )
 
 
 def table_values(op: str) -> dict[str, int]:
     """Values in force of an op's GPU table."""
+    start = op + "."
     return {
-        name.rpartition(".")[2]: value
+        name.removeprefix(start): value
         for name, value in in_force()
-        if name.rpartition(".")[0] == op and not name.rpartition(".")[2].isupper()
+        if name.startswith(start) and not is_build(name)
     }

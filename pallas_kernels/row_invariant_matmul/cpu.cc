@@ -528,6 +528,18 @@ extern "C" int matmul_pack(int kind, int integer, const void* from, size_t strid
   return jetspec::pack_rows(kind, integer != 0, static_cast<const uint8_t*>(from), stride, n, k, static_cast<uint8_t*>(to));
 }
 
+// What this build is and may use: the vector form, 256 for AVX-512 VNNI, 512 for AMX tiles.
+extern "C" int native_features() {
+  int found = JETSPEC_FORM;
+#if JETSPEC_FORM == 3 && defined(__AVX512VNNI__)
+  found |= 256;
+#endif
+#if defined(JETSPEC_AMX)
+  if (jetspec::tiles_allowed()) found |= 512;
+#endif
+  return found;
+}
+
 // Whether integer sums are the faster arithmetic of this build.
 extern "C" int matmul_integer_pays() {
 #if JETSPEC_FORM == 3 && defined(__AVX512VNNI__)
