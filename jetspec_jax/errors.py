@@ -32,4 +32,4 @@ class KernelError(JetSpecError):
 
 
 class WorkerError(JetSpecError):
-    """A process that was started to measure or check something ended, hung, or answered nonsense."""
+    """A process that was started to measure or check ended, hung, or answered nonsense."""
