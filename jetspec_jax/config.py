@@ -237,6 +237,7 @@ class SpecConfig(_FromMapping):
     head_depth: int | None = None  # depths drafted by the head (lookup may go on to `depth`);
     # None: all where depth, mode or drafter ask for trees of their own, else the device's best
     width: int = 8  # candidates kept per depth
+    path_head: bool = True  # score a candidate under its parent, where the head has learnt to
     builder: str = "exact"
     lookup_ngram: int = 3  # longest n-gram that prompt lookup matches
     lookup_branches: int = 2  # continuations that prompt lookup offers
@@ -260,6 +261,10 @@ class SpecConfig(_FromMapping):
         if self.drafter is not None:
             _one_of("SpecConfig", "drafter", self.drafter, (*DRAFTERS, SCRIPTED))
         _one_of("SpecConfig", "builder", self.builder, BUILDERS)
+        if not isinstance(self.path_head, bool):
+            raise ConfigError(
+                f"SpecConfig.path_head={self.path_head!r} is no truth value; give true or false"
+            )
         for field, low in (("width", 1), ("lookup_ngram", 1), ("lookup_branches", 1)):
             _at_least("SpecConfig", field, getattr(self, field), low)
         for field in ("budget", "depth", "head_depth"):

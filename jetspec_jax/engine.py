@@ -235,7 +235,7 @@ class LLM:
         bitwise = self.bitwise
         return RoundPlan(
             model=self.model_config,
-            head=self.draft_config if spec.drafter in ("head", "hybrid") else None,
+            head=self._planned_head(spec),
             # the policy is data: specs that differ in it share a program and a cost table
             spec=dataclasses.replace(spec, policy=PolicyConfig()),
             budgets=self.budgets(spec),
@@ -256,6 +256,13 @@ class LLM:
             sampled=any(s.temperature > 0 for s in sampling),
             logprobs=max(logprobs) if logprobs else None,
         )
+
+    def _planned_head(self, spec: SpecConfig) -> DraftConfig | None:
+        """The head as rounds under a resolved `spec` use it."""
+        head = self.draft_config if spec.drafter in ("head", "hybrid") else None
+        if head is None or spec.path_head:
+            return head
+        return dataclasses.replace(head, path_head="none", path_rank=0)
 
     def plan(self) -> dict[str, Any]:
         """What would run: resolved settings, memory in bytes, kernels."""

@@ -72,7 +72,7 @@ def apply(
     `kernel.*` into `EngineConfig.kernel_params`.
 
     Raises:
-        ConfigError: a field or kernel parameter that is not there, or a value that it does not take.
+        ConfigError: a field or kernel parameter that is not there, or a value it does not take.
     """
 
     def change(base: Any, values: dict[str, Any]) -> Any:

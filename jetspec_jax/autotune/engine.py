@@ -97,7 +97,8 @@ class LLMEngine:
             [list(p) for p in prompts],
             [_sampling(s) for s in sampling],
             spec=self._resolved(params),
-            group=batch,
+            # a candidate may decode fewer together
+            group=min(batch, self.llm.engine.max_batch),
         )
         return [
             {

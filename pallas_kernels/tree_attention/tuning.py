@@ -19,7 +19,9 @@ def _gpu_default(name: str) -> Any:
         own = triton_heuristics(facts.head_dim)
         if facts.gpu_form == "mosaic_gpu":
             own = {"segment": SEGMENT}
-        return {"default": tuned.table(OP, facts.gpu_form, facts.device, own, dim=facts.head_dim)[name]}
+        return {
+            "default": tuned.table(OP, facts.gpu_form, facts.device, own, dim=facts.head_dim)[name]
+        }
 
     return here
 
