@@ -186,9 +186,47 @@ class DraftConfig(_FromMapping):
         return self.draft_vocab_size or self.vocab_size
 
 
+def _between(owner: str, name: str, value: Any, low: float, high: float) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number and low <= value <= high):
+        raise ConfigError(
+            f"{owner}.{name}={value!r} is out of range; give a number from {low} to {high}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyConfig(_FromMapping):
+    """When drafting pays (`policy`, mode auto). Values are data of the compiled program: another
+    value compiles nothing. Times are in plain steps.
+    """
+
+    first_pause: int = 4  # rounds without drafting after it did not pay
+    longest_pause: int = 64  # rounds; a pause doubles up to here while drafting goes on failing
+    decay: float = 0.9  # of the running gain, per drafted round: it remembers 1 / (1 - decay)
+    first_credit: float = 0.15  # running gain that a sequence starts with
+    later_credit: float = 0.03  # running gain after a pause
+    trust_decay: float = 0.9  # of the running ratio of accepted to promised tokens
+    trust_low: float = 0.25
+    trust_high: float = 2.0
+
+    def __post_init__(self) -> None:
+        name = "PolicyConfig"
+        _at_least(name, "first_pause", self.first_pause, 0)
+        _at_least(name, "longest_pause", self.longest_pause, self.first_pause)
+        for field in ("decay", "trust_decay"):
+            _between(name, field, getattr(self, field), 0.0, 1.0)
+        for field in ("first_credit", "later_credit"):
+            _between(name, field, getattr(self, field), 0.0, 1_000.0)
+        _between(name, "trust_low", self.trust_low, 0.0, 1_000.0)
+        _between(name, "trust_high", self.trust_high, self.trust_low, 1_000.0)
+
+
 @dataclasses.dataclass(frozen=True)
 class SpecConfig(_FromMapping):
-    """What to speculate with. `None` means: take the drafter's or the device's own best value."""
+    """What to speculate with. `None` means: take the drafter's or the device's own best value.
+
+    A `policy` given as a mapping (a table of a config file) becomes a PolicyConfig.
+    """
 
     mode: str = "auto"  # auto | tree | chain | off
     drafter: str | None = (
@@ -208,8 +246,16 @@ class SpecConfig(_FromMapping):
         None  # depth x rank acceptance, for depth_rank_histogram
     )
     histogram_threshold: float = 0.02
+    policy: PolicyConfig = PolicyConfig()  # data, not part of a compiled program
 
     def __post_init__(self) -> None:
+        if isinstance(self.policy, Mapping):
+            object.__setattr__(self, "policy", PolicyConfig.from_mapping(self.policy))
+        if not isinstance(self.policy, PolicyConfig):
+            raise ConfigError(
+                f"SpecConfig.policy={self.policy!r} is no PolicyConfig and no mapping; "
+                "give one of them"
+            )
         _one_of("SpecConfig", "mode", self.mode, SPEC_MODES)
         if self.drafter is not None:
             _one_of("SpecConfig", "drafter", self.drafter, (*DRAFTERS, SCRIPTED))

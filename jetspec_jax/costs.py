@@ -106,7 +106,7 @@ def _forced(index: int, count: int) -> Costs:
 def _time(session: Session, table: Costs, rounds: int, tokens: int, *, pause: bool) -> float:
     """Seconds of a round under a forced budget, from the same context length every time."""
     session.params = dataclasses.replace(session.params, costs=table)
-    control = fresh_control()
+    control = fresh_control(session.policy)
     if pause:
         control = dataclasses.replace(control, cooldown=jnp.asarray(1_000, jnp.int32))
     committed = jnp.full_like(session.state.committed, tokens)

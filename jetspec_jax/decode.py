@@ -305,6 +305,7 @@ def spec_round(
     if len(plan.budgets) > 1:
         spent = costs.verify[index] + jnp.where(draft_now, costs.draft, 0.0)
         control = policy.update(
+            params.policy,
             control,
             draft_now,
             jnp.where(active, walk.accepted + 1, 0).sum(),

@@ -19,6 +19,7 @@ from jetspec_jax.config import (
     DraftConfig,
     EngineConfig,
     ModelConfig,
+    PolicyConfig,
     SamplingParams,
     SpecConfig,
 )
@@ -35,7 +36,7 @@ from jetspec_jax.loading import (
 from jetspec_jax.models.decoder import Numerics, takes_stack
 from jetspec_jax.numerics.probe import ProbeReport, probe
 from jetspec_jax.plan import RoundPlan
-from jetspec_jax.policy import Costs
+from jetspec_jax.policy import Costs, knobs
 from jetspec_jax.programs import Programs
 from jetspec_jax.request import Request, check_prompt, round_trace
 from jetspec_jax.results import GenerationResult, StreamChunk, Timings
@@ -234,7 +235,8 @@ class LLM:
         return RoundPlan(
             model=self.model_config,
             head=self.draft_config if spec.drafter in ("head", "hybrid") else None,
-            spec=spec,
+            # the policy is data: specs that differ in it share a program and a cost table
+            spec=dataclasses.replace(spec, policy=PolicyConfig()),
             budgets=self.budgets(spec),
             depth=(spec.depth or 0) if spec.enabled else 0,
             # XLA's row bits change with the number of rows: every forward of this engine then has
@@ -303,8 +305,10 @@ class LLM:
             native=self._stack if kind == "target" else self._native_head,
         )
 
-    def params_for(self, plan: RoundPlan, table: Costs | None = None) -> EngineParams:
-        """Arrays that the programs of `plan` read."""
+    def params_for(
+        self, plan: RoundPlan, table: Costs | None = None, policy: PolicyConfig | None = None
+    ) -> EngineParams:
+        """Arrays that the programs of `plan` read; `policy`: None for the default."""
         head = self._head if plan.head is not None else None
         return EngineParams(
             target=self._target.params,
@@ -312,18 +316,33 @@ class LLM:
             draft_lm=head.lm_rows if head is not None else None,
             draft_ids=head.ids if head is not None else None,
             costs=table if table is not None else costs.unmeasured(plan),
+            policy=knobs(policy or PolicyConfig()),
             script=self.script if plan.spec.drafter == SCRIPTED else None,
         )
 
     @contextlib.contextmanager
-    def session(self, plan: RoundPlan, batch: int, table: Costs | None = None) -> Iterator[Session]:
-        """Slots that run `plan`; the caches are lent to the session and come back at its end."""
+    def session(
+        self,
+        plan: RoundPlan,
+        batch: int,
+        table: Costs | None = None,
+        policy: PolicyConfig | None = None,
+    ) -> Iterator[Session]:
+        """Slots that run `plan`; the caches are lent to the session and come back at its end.
+
+        Args:
+            plan, batch: which programs.
+            table: measured costs, None where there is nothing to choose.
+            policy: None for the default.
+        """
         states = []
         for rows in (batch,) if batch == 1 else (batch, 1):
             context = self._take_cache("draft", rows) if plan.head is not None else None
-            states.append(new_state(plan, rows, self._take_cache("target", rows), context))
+            cache = self._take_cache("target", rows)
+            states.append(new_state(plan, rows, cache, context, policy))
+        params = self.params_for(plan, table, policy)
         session = Session(
-            self.programs, plan, self.params_for(plan, table), *states, *[None] * (2 - len(states))
+            self.programs, plan, params, *states, *[None] * (2 - len(states)), policy=policy
         )
         try:
             yield session
@@ -485,7 +504,7 @@ class LLM:
         plan = self.plan_for(spec, [request.sampling])
         compiled = self.programs.seconds
         table = self._table(plan, 1)
-        with self.session(plan, 1, table) as session:
+        with self.session(plan, 1, table, spec.policy) as session:
             details = _details(request)
             session.compile(details=details)
             compile_s, first = self.programs.seconds - compiled, None
@@ -539,7 +558,7 @@ class LLM:
         results: list[GenerationResult | None] = [None] * len(requests)
         slots: list[int | None] = [None] * batch
         queue = iter(range(len(requests)))
-        with self.session(plan, batch, table) as session:
+        with self.session(plan, batch, table, resolved.policy) as session:
             # both where both are asked for: once the detailed requests have ended, the rest runs
             # without
             for details in sorted({_details(r) for r in requests}):

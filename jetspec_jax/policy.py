@@ -3,25 +3,23 @@
 The tree's nodes are sorted by path log-probability, so its first n nodes are the best tree of n
 nodes and 1 + sum exp(score) over them is the drafter's own estimate of the tokens a round commits
 (algorithm.md section 4). A round takes the budget with the most expected tokens per unit of
-measured time; where drafting has not paid lately it pauses, for 4 rounds at first, twice as long
+measured time; where drafting has not paid lately it pauses, for a few rounds at first, twice as long
 each time it fails again. Tokens do not depend on any of this: every choice is lossless.
+The numbers behind it are `config.PolicyConfig`, handed to the program as data (`Knobs`).
 """
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 import flax.struct
 import jax.numpy as jnp
 from jax import lax
 
+from jetspec_jax.config import PolicyConfig
 from jetspec_jax.state import Control
 from jetspec_jax.typing import Array
-
-FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # rounds
-# Running gain, in plain steps saved per drafted round: it remembers about ten rounds, since nearly
-# half of the rounds of a drafter that pays accept nothing. A sequence starts with some credit, and
-# has less after a pause, when one good round must speak for more.
-_DECAY, FIRST_CREDIT, LATER_CREDIT = 0.9, 0.15, 0.03
-_TRUST_DECAY, _TRUST_RANGE = 0.9, (0.25, 2.0)
 
 
 @flax.struct.dataclass
@@ -32,12 +30,37 @@ class Costs:
     draft: Array  # [] float32, draft and tree
 
 
-def fresh_control() -> Control:
+@flax.struct.dataclass
+class Knobs:
+    """`PolicyConfig` as data of the program; fields as there, each [] float32 or int32."""
+
+    first_pause: Array  # int32
+    longest_pause: Array  # int32
+    decay: Array
+    first_credit: Array
+    later_credit: Array
+    trust_decay: Array
+    trust_low: Array
+    trust_high: Array
+
+
+def knobs(config: PolicyConfig) -> Knobs:
+    """The arrays that a round reads of `config`: whole numbers as int32, others as float32."""
+
+    def array(field: dataclasses.Field[Any]) -> Array:
+        # a float field holds an int where the user wrote one: the declared type decides
+        dtype = jnp.int32 if field.type == "int" else jnp.float32
+        return jnp.asarray(getattr(config, field.name), dtype)
+
+    return Knobs(**{f.name: array(f) for f in dataclasses.fields(config)})
+
+
+def fresh_control(config: PolicyConfig) -> Control:
     """Control of a sequence that begins: drafting gets the benefit of the doubt."""
     return Control(
-        gain=jnp.asarray(FIRST_CREDIT, jnp.float32),
+        gain=jnp.asarray(config.first_credit, jnp.float32),
         cooldown=jnp.zeros((), jnp.int32),
-        pause=jnp.asarray(FIRST_PAUSE, jnp.int32),
+        pause=jnp.asarray(config.first_pause, jnp.int32),
         trust=jnp.ones((), jnp.float32),
     )
 
@@ -71,6 +94,7 @@ def choose_budget(
 
 
 def update(
+    knobs: Knobs,
     control: Control,
     drafted: Array,
     committed: Array,
@@ -82,6 +106,7 @@ def update(
     """Control after a round.
 
     Args:
+        knobs: the policy's numbers.
         control: before.
         drafted: [] bool, the drafter ran.
         committed: [] int32 tokens of all active sequences.
@@ -93,15 +118,18 @@ def update(
     saved = (
         committed.astype(jnp.float32) / jnp.maximum(active, 1).astype(jnp.float32) * plain - spent
     )
-    gain = jnp.where(drafted, _DECAY * control.gain + (1 - _DECAY) * saved, control.gain)
+    # nearly half of the rounds of a drafter that pays accept nothing: the gain remembers many
+    gain = jnp.where(drafted, knobs.decay * control.gain + (1 - knobs.decay) * saved, control.gain)
     failed = drafted & (gain < 0)
     cooldown = jnp.where(failed, control.pause, jnp.maximum(control.cooldown - 1, 0))
-    longer = jnp.minimum(control.pause * 2, LONGEST_PAUSE)
-    pause = jnp.where(failed, longer, jnp.where(drafted & (saved > 0), FIRST_PAUSE, control.pause))
+    longer = jnp.minimum(control.pause * 2, knobs.longest_pause)
+    paid = drafted & (saved > 0)
+    pause = jnp.where(failed, longer, jnp.where(paid, knobs.first_pause, control.pause))
     # after a pause one round decides anew
-    gain = jnp.where(failed, LATER_CREDIT, gain)
+    gain = jnp.where(failed, knobs.later_credit, gain)
     ratio = ((committed - active).astype(jnp.float32) + 0.5) / (promised + 0.5)
-    trust = jnp.clip(_TRUST_DECAY * control.trust + (1 - _TRUST_DECAY) * ratio, *_TRUST_RANGE)
+    trust = knobs.trust_decay * control.trust + (1 - knobs.trust_decay) * ratio
+    trust = jnp.clip(trust, knobs.trust_low, knobs.trust_high)
     return Control(
         gain,
         lax.convert_element_type(cooldown, jnp.int32),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetspec_jax.cache import KVCache
-from jetspec_jax.config import SamplingParams
+from jetspec_jax.config import PolicyConfig, SamplingParams
 from jetspec_jax.plan import RoundPlan
 from jetspec_jax.policy import fresh_control
 from jetspec_jax.programs import Programs, int32
@@ -28,7 +28,13 @@ from jetspec_jax.stats import SpecStats
 MAX_STOP_IDS = 16
 
 
-def new_state(plan: RoundPlan, batch: int, cache: KVCache, context: KVCache | None) -> DecodeState:
+def new_state(
+    plan: RoundPlan,
+    batch: int,
+    cache: KVCache,
+    context: KVCache | None,
+    policy: PolicyConfig | None = None,
+) -> DecodeState:
     """All slots idle; cache contents are kept, but nothing of them is live."""
     size = cache.allocated
     return DecodeState(
@@ -44,7 +50,7 @@ def new_state(plan: RoundPlan, batch: int, cache: KVCache, context: KVCache | No
         cache=cache,
         context=context,
         counters=empty_counters(batch, plan.depth, len(plan.budgets)),
-        control=fresh_control(),
+        control=fresh_control(policy or PolicyConfig()),
     )
 
 
@@ -60,6 +66,7 @@ class Session:
         params: EngineParams,
         state: DecodeState,
         one: DecodeState | None,
+        policy: PolicyConfig | None = None,
     ) -> None:
         self.programs, self.plan, self.params, self.state, self._one = (
             programs,
@@ -68,6 +75,7 @@ class Session:
             state,
             one,
         )
+        self.policy = policy or PolicyConfig()
         self.batch = state.tokens.shape[0]
         self.prefill_s = self.decode_s = 0.0
         self.rounds = 0  # asked for, over all calls
@@ -113,7 +121,7 @@ class Session:
             stop_ids=jnp.asarray(padded),
             sampling=sampling_state([sampling]),
             counters=empty_counters(1, self.plan.depth, len(self.plan.budgets)),
-            control=fresh_control() if self._one is None else first.control,
+            control=fresh_control(self.policy) if self._one is None else first.control,
         )
         ready = self.programs.get("prefill", self.plan, 1, self.params, ready)(self.params, ready)
         if self._one is None:

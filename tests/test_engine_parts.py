@@ -6,18 +6,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetspec_jax import SpecConfig
+from jetspec_jax import SpecConfig, policy
+from jetspec_jax.config import PolicyConfig
 from jetspec_jax.errors import ConfigError
 from jetspec_jax.policy import (
-    FIRST_PAUSE,
-    LONGEST_PAUSE,
     Costs,
     choose_budget,
-    fresh_control,
+    knobs,
     update,
 )
 from jetspec_jax.testing import tiny_llm
 from tests.doubles import engine, greedy
+
+
+POLICY = PolicyConfig()
+
+
+def fresh_control():
+    return policy.fresh_control(POLICY)
 
 
 def int32(x):
@@ -38,6 +44,7 @@ def chosen(probabilities, table, budgets=(1, 2, 4), active=None, trust=1.0):
 
 def after_round(control, committed, *, active=1, drafted=True, promised=1.0, spent=2.0):
     return update(
+        knobs(POLICY),
         control,
         jnp.bool_(drafted),
         int32(committed),
@@ -90,8 +97,8 @@ def test_pause_after_drafting_did_not_pay():
     assert pauses == [4, 8, 16, 32, 64, 64, 64]
     # one round that pays, and the next pause is short again
     control = after_round(control, 5)
-    assert (int(control.cooldown), int(control.pause)) == (0, FIRST_PAUSE)
-    assert pauses[-1] == LONGEST_PAUSE
+    assert (int(control.cooldown), int(control.pause)) == (0, POLICY.first_pause)
+    assert pauses[-1] == POLICY.longest_pause
 
 
 def test_one_bad_round_is_no_reason_to_pause():

@@ -67,7 +67,7 @@ def tuples(value: Any) -> Any:
 def apply(
     candidate: Candidate, spec: SpecConfig, engine: EngineConfig
 ) -> tuple[SpecConfig, EngineConfig]:
-    """The configurations with the candidate's `spec.*` and `engine.*` values put in.
+    """The configurations with the candidate's `spec.*`, `policy.*` and `engine.*` values put in.
 
     Raises:
         ConfigError: a field that is not there, or a value that it does not take.
@@ -77,4 +77,6 @@ def apply(
         given = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
         return type(base).from_mapping(given | {k: tuples(v) for k, v in values.items()})
 
-    return change(spec, candidate.section("spec")), change(engine, candidate.section("engine"))
+    policy = change(spec.policy, candidate.section("policy"))
+    changed = change(spec, {"policy": policy} | candidate.section("spec"))
+    return changed, change(engine, candidate.section("engine"))
