@@ -46,7 +46,7 @@ def load(
 def _refuse_unknown(params: Mapping[str, Any]) -> None:
     """Nothing that a candidate asks for is left out in silence."""
     for name in params:
-        if name.partition(".")[0] in ("policy", "kernel"):
+        if name.partition(".")[0] == "kernel":
             raise ConfigError(f"parameter {name!r} is not supported by this build; leave it out")
 
 

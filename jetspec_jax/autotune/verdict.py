@@ -39,7 +39,8 @@ class Verdict:
         candidate, incumbent: ids.
         tokens_identical: every choice and every free-running token was the reference's.
         bits_identical: KV rows and logits were, too; None where it never came to that.
-        level: "bitwise" or "certified", what holds; "none" where tokens differ or were not compared.
+        level: "bitwise" or "certified", what holds; "none" where tokens differ or too few were
+            compared.
         asked: the level that was asked for.
         positions: greedy choices that were compared one by one by token forcing.
         free_tokens, sampled_tokens: tokens of free-running greedy and sampled answers compared.
