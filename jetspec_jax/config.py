@@ -237,6 +237,7 @@ class SpecConfig(_FromMapping):
     head_depth: int | None = None  # depths drafted by the head (lookup may go on to `depth`);
     # None: all where depth, mode or drafter ask for trees of their own, else the device's best
     width: int = 8  # candidates kept per depth
+    path_head: bool = True  # score a candidate under its parent, where the head has learnt to
     builder: str = "exact"
     lookup_ngram: int = 3  # longest n-gram that prompt lookup matches
     lookup_branches: int = 2  # continuations that prompt lookup offers
@@ -260,6 +261,10 @@ class SpecConfig(_FromMapping):
         if self.drafter is not None:
             _one_of("SpecConfig", "drafter", self.drafter, (*DRAFTERS, SCRIPTED))
         _one_of("SpecConfig", "builder", self.builder, BUILDERS)
+        if not isinstance(self.path_head, bool):
+            raise ConfigError(
+                f"SpecConfig.path_head={self.path_head!r} is no truth value; give true or false"
+            )
         for field, low in (("width", 1), ("lookup_ngram", 1), ("lookup_branches", 1)):
             _at_least("SpecConfig", field, getattr(self, field), low)
         for field in ("budget", "depth", "head_depth"):
@@ -325,6 +330,21 @@ class SamplingParams(_FromMapping):
             )
 
 
+def _pairs(value: Any) -> tuple[tuple[str, int], ...]:
+    """Kernel parameters in the order of their names, from a mapping or from pairs."""
+    pairs = list(value.items() if isinstance(value, Mapping) else value)
+    for pair in pairs:
+        name, number = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (pair, None)
+        if not isinstance(name, str) or isinstance(number, bool) or not isinstance(number, int):
+            raise ConfigError(
+                f"EngineConfig.kernel_params holds {pair!r}; "
+                'give pairs like ("tree_attention.LEAD", 128)'
+            )
+    if len({name for name, _ in pairs}) < len(pairs):
+        raise ConfigError("EngineConfig.kernel_params names a parameter twice; give it once")
+    return tuple(sorted((name, number) for name, number in pairs))
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineConfig(_FromMapping):
     """Sizes and numerics of an engine; these fix which programs are compiled.
@@ -341,6 +361,10 @@ class EngineConfig(_FromMapping):
     "float", sums of float32 products, "integer", exact integer sums of every 32 inputs, which make
     several rows cheaper, or "auto", integer where the CPU has AVX-512 VNNI. Logits differ in their
     last bits; both are as close to exact sums, and both give plain and tree decoding equal bits.
+
+    `kernel_params` are values of kernel parameters (`pallas_kernels.parameters`), as pairs of
+    ("<op>.<NAME>", value) or a mapping, e.g. {"tree_attention.LEAD": 128}. Native kernels are
+    compiled anew for a set of values that this machine has not had.
     """
 
     capacity: int | None = (
@@ -355,8 +379,10 @@ class EngineConfig(_FromMapping):
     max_batch: int = 32
     prefill_chunk: int = 64
     attention_chunk: int = 256
+    kernel_params: tuple[tuple[str, int], ...] = ()  # by name; names are checked at load
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "kernel_params", _pairs(self.kernel_params))
         _one_of("EngineConfig", "dtype", self.dtype, DTYPES)
         if self.numerics is not None:
             _one_of("EngineConfig", "numerics", self.numerics, NUMERICS)

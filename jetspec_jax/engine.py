@@ -42,6 +42,7 @@ from jetspec_jax.request import Request, check_prompt, round_trace
 from jetspec_jax.results import GenerationResult, StreamChunk, Timings
 from jetspec_jax.session import MAX_STOP_IDS, Session, new_state
 from jetspec_jax.state import RUNNING, EngineParams
+from pallas_kernels import parameters
 
 # Node counts that the automatic budget chooses from. With the native decoder stack rows are data:
 # one program serves all of them, so the steps are fine. Else each count is a branch of the program.
@@ -234,7 +235,7 @@ class LLM:
         bitwise = self.bitwise
         return RoundPlan(
             model=self.model_config,
-            head=self.draft_config if spec.drafter in ("head", "hybrid") else None,
+            head=self._planned_head(spec),
             # the policy is data: specs that differ in it share a program and a cost table
             spec=dataclasses.replace(spec, policy=PolicyConfig()),
             budgets=self.budgets(spec),
@@ -250,10 +251,18 @@ class LLM:
                 stack=self._stack,
                 head=self._native_head,
                 attention_chunk=self.engine.attention_chunk,
+                kernel_params=self.engine.kernel_params,
             ),
             sampled=any(s.temperature > 0 for s in sampling),
             logprobs=max(logprobs) if logprobs else None,
         )
+
+    def _planned_head(self, spec: SpecConfig) -> DraftConfig | None:
+        """The head as rounds under a resolved `spec` use it."""
+        head = self.draft_config if spec.drafter in ("head", "hybrid") else None
+        if head is None or spec.path_head:
+            return head
+        return dataclasses.replace(head, path_head="none", path_rank=0)
 
     def plan(self) -> dict[str, Any]:
         """What would run: resolved settings, memory in bytes, kernels."""
@@ -294,16 +303,17 @@ class LLM:
             return kept
         cfg: Any = self.model_config if kind == "target" else self.draft_config
         dtype = jnp.dtype(self.engine.dtype)
-        return alloc(
-            cfg.num_layers,
-            batch,
-            cfg.num_kv_heads,
-            self._allocated(),
-            cfg.head_dim,
-            dtype,
-            # the drafter's context is read by XLA where the head is not native
-            native=self._stack if kind == "target" else self._native_head,
-        )
+        with parameters.using(self.engine.kernel_params):
+            return alloc(
+                cfg.num_layers,
+                batch,
+                cfg.num_kv_heads,
+                self._allocated(),
+                cfg.head_dim,
+                dtype,
+                # the drafter's context is read by XLA where the head is not native
+                native=self._stack if kind == "target" else self._native_head,
+            )
 
     def params_for(
         self, plan: RoundPlan, table: Costs | None = None, policy: PolicyConfig | None = None

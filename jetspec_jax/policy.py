@@ -3,8 +3,8 @@
 The tree's nodes are sorted by path log-probability, so its first n nodes are the best tree of n
 nodes and 1 + sum exp(score) over them is the drafter's own estimate of the tokens a round commits
 (algorithm.md section 4). A round takes the budget with the most expected tokens per unit of
-measured time; where drafting has not paid lately it pauses, for a few rounds at first, twice as long
-each time it fails again. Tokens do not depend on any of this: every choice is lossless.
+measured time; where drafting has not paid lately it pauses, for a few rounds at first, twice as
+long each time it fails again. Tokens do not depend on any of this: every choice is lossless.
 The numbers behind it are `config.PolicyConfig`, handed to the program as data (`Knobs`).
 """
 

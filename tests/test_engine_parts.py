@@ -18,7 +18,6 @@ from jetspec_jax.policy import (
 from jetspec_jax.testing import tiny_llm
 from tests.doubles import engine, greedy
 
-
 POLICY = PolicyConfig()
 
 

@@ -73,7 +73,7 @@ class Worker:
         started = time.perf_counter()
         self._tree = (tree or TREE).resolve()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
-        self._buffer, self._supervised = b"", None
+        self._buffer, self._said, self._supervised = b"", "", None
         limits = limits or Limits(seconds=time_limit, memory_bytes=memory_limit)
         command = [sys.executable, "-B", "-m", "jetspec_jax.autotune.worker", "--factory", factory]
         # The directory of a patched tree must come first, whatever this process was started with.
@@ -277,6 +277,8 @@ class Worker:
 
     def stderr(self) -> str:
         """The end of what the worker has printed so far."""
+        if self._log.closed:
+            return self._said
         size = os.fstat(self._log.fileno()).st_size
         return os.pread(self._log.fileno(), _LOG_TAIL, max(size - _LOG_TAIL, 0)).decode(
             "utf-8", "replace"
@@ -291,7 +293,10 @@ class Worker:
             with contextlib.suppress(OSError):
                 if stream is not None:
                     stream.close()
-        return supervised.stop()
+        ending = supervised.stop()
+        self._said = self.stderr()
+        self._log.close()
+        return ending
 
     def __enter__(self) -> Worker:
         return self

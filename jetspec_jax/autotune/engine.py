@@ -38,16 +38,8 @@ def load(
     made_spec, made_engine = apply(
         change, base_spec, EngineConfig.from_mapping(_decoded(engine or {}))
     )
-    _refuse_unknown(change.params)
     llm = LLM(model, draft, spec=made_spec, engine=made_engine)
     return LLMEngine(llm, change, base_spec)
-
-
-def _refuse_unknown(params: Mapping[str, Any]) -> None:
-    """Nothing that a candidate asks for is left out in silence."""
-    for name in params:
-        if name.partition(".")[0] in ("policy", "kernel"):
-            raise ConfigError(f"parameter {name!r} is not supported by this build; leave it out")
 
 
 def _decoded(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,7 +78,6 @@ class LLMEngine:
             raise ConfigError(
                 f"parameter {name!r} is fixed when an engine is loaded; start another worker"
             )
-        _refuse_unknown(params)
         return self.llm.resolve(apply(Candidate(whole), self._spec, self.llm.engine)[0])
 
     def warm(
@@ -106,7 +97,8 @@ class LLMEngine:
             [list(p) for p in prompts],
             [_sampling(s) for s in sampling],
             spec=self._resolved(params),
-            group=batch,
+            # a candidate may decode fewer together
+            group=min(batch, self.llm.engine.max_batch),
         )
         return [
             {
