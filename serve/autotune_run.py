@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import gc
 import json
+import math
 import random
+import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from jetspec_jax.autotune.client import TREE, Worker
 from jetspec_jax.autotune.key import DeploymentKey, code_version, key_of
 from jetspec_jax.autotune.memory import Memory
 from jetspec_jax.autotune.prompts import Prompt, prompts_of, split
+from jetspec_jax.autotune.tally import Effort
 from jetspec_jax.config import EngineConfig, SamplingParams
 from jetspec_jax.errors import InputError
 from serve import cli
@@ -29,6 +33,8 @@ from serve.suites import Suite
 DEFAULT_SECONDS = 300.0
 _PROMPTS = 48  # that explorers measure on, times the batch
 _GATE_SHARE, _GATE_MOST = 0.4, 150.0  # of the budget, seconds
+_PROFILE_SHARE = 0.2  # of the budget, at most, for the phases of a round
+_GATE_LONG = 300.0  # seconds from which the gate compares more
 # Kernels in which a phase of a round spends its time, for the order of searches.
 _KERNELS = {
     "verify": ("row_invariant_matmul", "tree_attention", "verify_head", "threads"),
@@ -47,7 +53,7 @@ class Survey:
 
     key: DeploymentKey
     space: tuple[Any, ...]
-    profile: cost_model.Profile
+    profile: cost_model.Profile | None
     gaps: tuple[cost_model.Gap, ...]
     figures: Mapping[str, float]  # tau and nodes of a round, as measured on some prompts
     seen: tuple[Prompt, ...]
@@ -72,7 +78,7 @@ def run(
     """Survey, then what was asked for. Returns the exit code."""
     cli.say(cli.describe_load(args))
     if out is None:
-        survey = look(args, engine, suites)
+        survey = look(args, engine, suites, out)
         if args.check_model:
             return _check_model(args, engine)
         return _plan(args, survey, names)
@@ -80,8 +86,16 @@ def run(
         return _search(args, engine, start, names, suites, out, began)
 
 
-def look(args: argparse.Namespace, engine: EngineConfig, suites: Sequence[Suite]) -> Survey:
-    """Loads the engine, measures its phases, and lets it go again: searches run in processes."""
+def look(
+    args: argparse.Namespace,
+    engine: EngineConfig,
+    suites: Sequence[Suite],
+    out: Path | None,
+    patience: float = math.inf,
+) -> Survey:
+    """Loads the engine, measures its phases (unless `out` has them, of this very deployment, or
+    it takes more than `patience` seconds), and lets it go again: searches run in processes.
+    """
     from jetspec_jax.autotune.profile import measure_profile
     from jetspec_jax.config import SpecConfig
 
@@ -102,19 +116,32 @@ def look(args: argparse.Namespace, engine: EngineConfig, suites: Sequence[Suite]
     random.Random(args.seed).shuffle(order)
     chosen = [order[i % len(order)] for i in range(max(_PROMPTS * batch, batch))][: len(order)]
     prompts = tuple(ids[p.digest] for p in chosen)
-    with cli.phase("measuring the phases of a round"):
+    key = key_of(llm, batch, CONTEXT, name)
+    profile = _kept_profile(out, key)
+    with cli.phase("compiling"):
         llm.warmup(batch)
-        profile = measure_profile(llm, batch)
+    if profile is None:
+        try:
+            with cli.phase("measuring the phases of a round"), _limit(patience):
+                profile = measure_profile(llm, batch)
+        except TimeoutError:
+            cli.say(
+                f"the machine is too busy to measure the phases of a round within {patience:.0f} s; "
+                "kernels are searched in the order of their declaration"
+            )
+    with cli.phase("measuring tau"):
         sampling = SamplingParams(max_tokens=MAX_TOKENS)
         answers = llm.generate([list(p) for p in prompts[: max(4, batch)]], sampling, group=batch)
     rounds = max(sum(a.spec.rounds for a in answers), 1)
     tau = 1 + sum(a.spec.accepted for a in answers) / rounds
     nodes = sum(a.spec.nodes for a in answers) / rounds
     found = Survey(
-        key_of(llm, batch, CONTEXT, name),
+        key,
         space.search_space(space.facts_of(llm, batch)),
         profile,
-        tuple(cost_model.gap_table(profile, max(round(nodes), 1), tau)),
+        tuple(
+            cost_model.gap_table(profile, max(round(nodes), 1), tau) if profile is not None else ()
+        ),
         {"tau": tau, "nodes": nodes},
         seen,
         fitting,
@@ -123,6 +150,44 @@ def look(args: argparse.Namespace, engine: EngineConfig, suites: Sequence[Suite]
     del llm
     gc.collect()
     return found
+
+
+@contextlib.contextmanager
+def _limit(seconds: float) -> Iterator[None]:
+    """Ends the block by a TimeoutError. A call into compiled code is waited for."""
+    if math.isinf(seconds):
+        yield
+        return
+
+    def ring(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _kept_profile(out: Path | None, key: DeploymentKey) -> cost_model.Profile | None:
+    """The profile of an earlier run; None where there is none, or not one of this deployment."""
+    path = None if out is None else out / "survey.json"
+    if path is None or not path.exists():
+        return None
+    try:
+        kept = json.loads(path.read_text())
+        if kept["key"] != key.to_json():
+            return None
+        return None if kept["profile"] is None else cost_model.Profile.from_json(kept["profile"])
+    except (OSError, ValueError, KeyError, TypeError, InputError) as error:
+        cli.say(f"{path} cannot be read ({error}); measured again")
+        return None
+
+
+def _profile(survey: Survey) -> Any:
+    return None if survey.profile is None else survey.profile.to_json()
 
 
 def searched(survey: Survey) -> tuple[Any, ...]:
@@ -153,7 +218,7 @@ def _plan(args: argparse.Namespace, survey: Survey, names: Sequence[str]) -> int
         document = {
             "key": survey.key.to_json(),
             "figures": survey.figures,
-            "profile": survey.profile.to_json(),
+            "profile": _profile(survey),
             "gaps": [dataclasses.asdict(g) for g in survey.gaps],
             "parts": [{"name": p.name, "space": [q.name for q in p.space]} for p in parts],
         }
@@ -197,13 +262,14 @@ def _search(
         seconds = DEFAULT_SECONDS
     deadline = float("inf") if seconds is None else began + seconds
     memory = Memory(out / "memory.db")
-    survey = look(args, engine, suites)
+    patience = math.inf if seconds is None else _PROFILE_SHARE * seconds
+    survey = look(args, engine, suites, out, patience)
     (out / "survey.json").write_text(
         cli.dump_json(
             {
                 "key": survey.key,
                 "figures": survey.figures,
-                "profile": survey.profile.to_json(),
+                "profile": _profile(survey),
                 "gaps": [dataclasses.asdict(g) for g in survey.gaps],
             },
             indent=1,
@@ -228,6 +294,7 @@ def _search(
         cli.say(f"going on with the run in {out}, after {state.seconds:.0f} s")
     worker = functools.partial(_worker, args, engine)
     budget = _GATE_MOST if seconds is None else min(_GATE_SHARE * seconds, _GATE_MOST)
+    bar = Bar()
     task = pilot.Task(
         key=survey.key,
         space=searched(survey),
@@ -236,13 +303,12 @@ def _search(
         prompts=survey.prompts,
         sampling=SamplingParams(max_tokens=MAX_TOKENS),
         start=worker,
-        judge=functools.partial(_judge, args, engine, survey),
+        judge=functools.partial(_judge, args, engine, survey, say=bar.say),
         out=out,
         seed=args.seed,
         code=code,
         gate_seconds=budget,
     )
-    bar = Bar()
     run_it = pilot.Pilot(
         task, state, say=bar.say, show=bar.show, trials=args.trials, deadline=deadline
     )
@@ -284,6 +350,7 @@ def _judge(
     incumbent: Candidate,
     candidate: Candidate,
     seconds: float,
+    say: Callable[[str], None],
 ) -> Any:
     return gate.judge(
         incumbent,
@@ -294,6 +361,9 @@ def _judge(
         engine=engine,
         batch=survey.key.batch,
         budget_seconds=seconds,
+        # the least that can be accepted (5% to miss one changed token in 2,000), or 1%
+        effort=Effort() if seconds > _GATE_LONG else Effort(positions=Effort().least),
+        say=say,
     )
 
 

@@ -13,7 +13,8 @@ from jetspec_jax.autotune.search import Declared
 from jetspec_jax.errors import ConfigError
 
 BUILTIN = ("tree", "kernel", "scheduler")
-# Single moves are tried in this order: what a round's time and its tokens hang on most comes first.
+# Single moves of the tree's parameters, in this order: what a round's time and its tokens hang on
+# most comes first; the rest is left to sampling.
 _LEVERAGE = (
     "spec.head_depth",
     "spec.path_head",
@@ -22,7 +23,10 @@ _LEVERAGE = (
     "spec.lookup_ngram",
     "spec.lookup_branches",
     "spec.drafter",
-    "spec.depth",
+    "policy.first_credit",
+    "policy.first_pause",
+    "policy.decay",
+    "policy.trust_high",
 )
 _SCHEDULER = ("engine.prefill_chunk", "engine.attention_chunk", "engine.max_batch")
 
@@ -158,7 +162,8 @@ def first(space: Sequence[Known], base: Candidate, seeds: Sequence[Candidate]) -
     }
     place = {name: i for i, name in enumerate(_LEVERAGE)}
     found = [values(space, Candidate({**base.params, **s.params})) for s in seeds if not s.patch]
-    for p in sorted(space, key=lambda p: place.get(p.name, len(place))):
+    moved = [p for p in space if p.name in place or p.name.startswith(("kernel.", "engine."))]
+    for p in sorted(moved, key=lambda p: place.get(p.name, len(place))):
         found += [here | {p.name: value} for value in _moves(p, here[p.name])]
     return found
 
