@@ -133,6 +133,10 @@ def _run(args: argparse.Namespace) -> int:
         from serve import autotune_apply
 
         return autotune_apply.run(args, _existing(out))
+    if args.check_model:
+        from serve import autotune_accuracy
+
+        return autotune_accuracy.main([])
     engine = cli.engine_from_args(
         args, **({"max_batch": args.batch_size} if args.batch_size > 32 else {})
     )
@@ -141,7 +145,7 @@ def _run(args: argparse.Namespace) -> int:
     from serve.suites import load_suites
 
     suites = load_suites(args.suite)
-    if not (args.dry_run or args.check_model):
+    if not args.dry_run:
         out = _writable(out)
     from serve import autotune_run
 
@@ -191,6 +195,8 @@ def _check(args: argparse.Namespace) -> None:
                 f"--device-spec {args.device_spec}: not known; choose one of {', '.join(DEVICES)}"
             )
         return  # --model names a geometry there
+    if args.check_model and (args.model is not None or args.draft is not None):
+        raise ConfigError("--check-model is of the bundled model; drop --model and --draft")
     if args.out is None and not (args.dry_run or args.check_model):
         raise ConfigError("--out is missing; give a folder for what is found, e.g. --out tuned/")
     cli.check_path(args.model, "--model")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import gc
 import json
-import math
 import random
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +30,7 @@ from serve.suites import Suite
 DEFAULT_SECONDS = 300.0
 _PROMPTS = 48  # that explorers measure on, times the batch
 _GATE_SHARE, _GATE_MOST = 0.4, 150.0  # of the budget, seconds
-_PROFILE_SHARE = 0.2  # of the budget, at most, for the phases of a round
+_THOROUGH_S = 900.0  # a shorter run measures less before it searches
 _GATE_LONG = 300.0  # seconds from which the gate compares more
 # Kernels in which a phase of a round spends its time, for the order of searches.
 _KERNELS = {
@@ -53,7 +50,7 @@ class Survey:
 
     key: DeploymentKey
     space: tuple[Any, ...]
-    profile: cost_model.Profile | None
+    profile: cost_model.Profile | None  # None: fakes of tests have none
     gaps: tuple[cost_model.Gap, ...]
     figures: Mapping[str, float]  # tau and nodes of a round, as measured on some prompts
     seen: tuple[Prompt, ...]
@@ -77,10 +74,8 @@ def run(
 ) -> int:
     """Survey, then what was asked for. Returns the exit code."""
     cli.say(cli.describe_load(args))
-    if out is None:
+    if args.dry_run or out is None:
         survey = look(args, engine, suites, out)
-        if args.check_model:
-            return _check_model(args, engine)
         return _plan(args, survey, names)
     with session.lock(out):
         return _search(args, engine, start, names, suites, out, began)
@@ -91,10 +86,10 @@ def look(
     engine: EngineConfig,
     suites: Sequence[Suite],
     out: Path | None,
-    patience: float = math.inf,
+    thorough: bool = True,
 ) -> Survey:
-    """Loads the engine, measures its phases (unless `out` has them, of this very deployment, or
-    it takes more than `patience` seconds), and lets it go again: searches run in processes.
+    """Loads the engine, measures its phases (unless `out` has them, of this very deployment; all
+    of them where it is to be thorough), and lets it go again: searches run in processes.
     """
     from jetspec_jax.autotune.profile import measure_profile
     from jetspec_jax.config import SpecConfig
@@ -121,14 +116,8 @@ def look(
     with cli.phase("compiling"):
         llm.warmup(batch)
     if profile is None:
-        try:
-            with cli.phase("measuring the phases of a round"), _limit(patience):
-                profile = measure_profile(llm, batch)
-        except TimeoutError:
-            cli.say(
-                f"the machine is too busy to measure the phases of a round within {patience:.0f} s; "
-                "kernels are searched in the order of their declaration"
-            )
+        with cli.phase("measuring the phases of a round"):
+            profile = measure_profile(llm, batch) if thorough else _short_profile(llm, batch)
     with cli.phase("measuring tau"):
         sampling = SamplingParams(max_tokens=MAX_TOKENS)
         answers = llm.generate([list(p) for p in prompts[: max(4, batch)]], sampling, group=batch)
@@ -152,23 +141,30 @@ def look(
     return found
 
 
-@contextlib.contextmanager
-def _limit(seconds: float) -> Iterator[None]:
-    """Ends the block by a TimeoutError. A call into compiled code is waited for."""
-    if math.isinf(seconds):
-        yield
-        return
+def _short_profile(llm: Any, batch: int) -> cost_model.Profile:
+    """Verification and drafting alone, in programs that are compiled anyway: some seconds, where
+    the phases one by one are most of a minute. What is not measured apart counts as no gap.
+    """
+    from jetspec_jax import costs
+    from jetspec_jax.autotune.profile import measure_device, shape_of
 
-    def ring(*_: Any) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    timed = llm.measure_costs(batch)
+    plain = timed["t_plain_s"]
+    verify = {n: t for n, t in timed["t_verify_s"].items() if t < costs.NEVER / 2}
+    return cost_model.Profile(
+        device=measure_device(),
+        shape=shape_of(llm, llm.plan_for(llm.spec)),
+        label="short: tree, acceptance and commit are in the others",
+        batch=batch,
+        context=costs.prompt_tokens(llm.capacity),
+        plain_s=plain,
+        verify_s={**verify, 1: plain},
+        draft_s=timed["t_draft_s"],
+        tree_s=0.0,
+        accept_s=0.0,
+        commit_s=0.0,
+        host_s=0.0,
+    )
 
 
 def _kept_profile(out: Path | None, key: DeploymentKey) -> cost_model.Profile | None:
@@ -239,12 +235,6 @@ def _plan(args: argparse.Namespace, survey: Survey, names: Sequence[str]) -> int
     return 0
 
 
-def _check_model(args: argparse.Namespace, engine: EngineConfig) -> int:
-    from serve import autotune_plan
-
-    return autotune_plan.check(args, engine)
-
-
 # ---- the search ----------------------------------------------------------------------------------
 
 
@@ -262,8 +252,7 @@ def _search(
         seconds = DEFAULT_SECONDS
     deadline = float("inf") if seconds is None else began + seconds
     memory = Memory(out / "memory.db")
-    patience = math.inf if seconds is None else _PROFILE_SHARE * seconds
-    survey = look(args, engine, suites, out, patience)
+    survey = look(args, engine, suites, out, seconds is None or seconds >= _THOROUGH_S)
     (out / "survey.json").write_text(
         cli.dump_json(
             {

@@ -28,6 +28,7 @@ _LEVERAGE = (
     "policy.decay",
     "policy.trust_high",
 )
+_FINE = 8  # whole numbers with more values than this are halved and doubled
 _SCHEDULER = ("engine.prefill_chunk", "engine.attention_chunk", "engine.max_batch")
 
 
@@ -181,7 +182,8 @@ def _moves(p: Known, value: Any) -> list[Any]:
     if value is None:
         return [(low + high) // 2 if p.kind == "int" else (low + high) / 2]
     if p.kind == "int":
-        steps = (value // 2, value * 2) if p.log else (value - 1, value + 1)
+        far = p.log or high - low > _FINE  # one of many is no move that could be seen
+        steps = (value // 2, value * 2) if far else (value - 1, value + 1)
     else:
         width = (high - low) / 4
         steps = (value / 2, value * 2) if p.log else (value - width, value + width)

@@ -28,7 +28,7 @@ _TRIAL_GROUPS, _CONFIRM_GROUPS = (
     8,
     16,
 )  # prompts (or batches) a trial is measured on, and a finalist
-_FINALISTS = 3  # of a search that are measured again before the gate sees one
+_FINALISTS = 2  # of a search that are measured again before the gate sees one
 _WORTH = 1.01  # measured ratio from which a finalist is shown to the gate
 _LEAST_S, _ENOUGH_S = 20.0, 60.0  # a search with less time is not begun; what one should have
 
@@ -195,7 +195,7 @@ class Pilot:
             self._show(Progress(part.name, trial, search.best, len(search.finished)))
             self._save()
 
-        with self._pairs(incumbent, until) as pairs:
+        with self._pairs(incumbent) as pairs:
 
             def objective(params: Params) -> Generator[float]:
                 candidate = make(params)
@@ -230,7 +230,6 @@ class Pilot:
                 done=show,
             )
             self._say(f"{part.name}: {why}; {len(search.finished)} trials{_best(search.best)}")
-            pairs.deadline = self._deadline
             finalists = self._finalists(search, pairs, make)
         self._pass(part.name, finalists)
         self.session.ended[part.name] = why
@@ -248,29 +247,37 @@ class Pilot:
             if candidate.id == self.session.incumbent.id:
                 continue
             again = self._confirm(pairs, candidate, _TRIAL_GROUPS, _CONFIRM_GROUPS)
-            if again:
-                found.append((centre(again), candidate))
-                self._say(
-                    f"{describe(candidate)}: {trial.ratio:.3f}x, measured again "
-                    f"{math.exp(centre(again)):.3f}x"
-                )
+            if again is None:
+                continue
+            # where the clock left nothing to measure again, the search's own word stands
+            value = centre(again or trial.steps)
+            found.append((value, candidate))
+            self._say(
+                f"{describe(candidate)}: {trial.ratio:.3f}x, measured again {math.exp(value):.3f}x"
+                if again
+                else f"{describe(candidate)}: {trial.ratio:.3f}x, no time to measure it again"
+            )
         return found
 
-    def _confirm(self, pairs: Pairs, candidate: Candidate, first: int, count: int) -> list[float]:
-        """Fresh pairs of a candidate; fewer where the clock ends them, none where it fails."""
+    def _confirm(
+        self, pairs: Pairs, candidate: Candidate, first: int, count: int
+    ) -> list[float] | None:
+        """Fresh pairs of a candidate; fewer where the clock ends them, None where it fails."""
         steps: list[float] = []
         start = first if first + 2 <= pairs.groups else 0
+        until = self._deadline - 0.8 * self.task.gate_seconds
         try:
-            for value in pairs.ratios(candidate, start):
-                steps.append(value)
-                if len(steps) >= count or time.monotonic() >= self._deadline:
-                    break
+            if time.monotonic() < until:
+                for value in pairs.ratios(candidate, start):
+                    steps.append(value)
+                    if len(steps) >= count or time.monotonic() >= until:
+                        break
         except TokensDiffer as error:
             self._remember_difference(candidate, str(error))
-            return []
+            return None
         except JetSpecError as error:
             self._say(f"{describe(candidate)}: {' '.join(str(error).split())}")
-            return []
+            return None
         return steps
 
     # ---- the gate --------------------------------------------------------------------------------
@@ -374,14 +381,14 @@ class Pilot:
 
     # ---- small things ----------------------------------------------------------------------------
 
-    def _pairs(self, reference: Candidate, deadline: float | None = None) -> Pairs:
+    def _pairs(self, reference: Candidate) -> Pairs:
         return Pairs(
             self.task.start,
             reference,
             self.task.prompts,
             sampling=self.task.sampling,
             batch=self.task.key.batch,
-            deadline=self._deadline if deadline is None else deadline,
+            deadline=self._deadline,
         )
 
     def _study(self, part: Part) -> str:
