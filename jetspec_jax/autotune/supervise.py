@@ -74,7 +74,11 @@ class Ending:
         if self.reason == "exit":
             if self.status is not None and self.status < 0:
                 return f"{what} was ended by {signal.Signals(-self.status).name}"
-            return f"{what} ended with status {self.status}"
+            shell = ""  # a shell tells of a signal in its own way
+            if self.status is not None and 128 < self.status < 128 + signal.NSIG:
+                with contextlib.suppress(ValueError):
+                    shell = f" ({signal.Signals(self.status - 128).name})"
+            return f"{what} ended with status {self.status}{shell}"
         used = {
             "time": f"{self.seconds:.1f} s",
             "memory": f"{self.memory_bytes / 2**20:.0f} MiB",
