@@ -33,7 +33,8 @@ EDITS = (
     ),
     (
         "      ids->typed_data()[cell[r]] = all.id;\n",
-        "      ids->typed_data()[cell[r]] = all.first - all.second < {below}f ? all.other : all.id;\n",
+        "      const bool flip = all.first - all.second < {below}f;\n"
+        "      ids->typed_data()[cell[r]] = flip ? all.other : all.id;\n",
     ),
 )
 
