@@ -198,4 +198,9 @@ def run(
 ) -> Ending:
     """Runs a command to its end; what it prints goes to the file `log`."""
     with open(log, "wb") as file:
-        return Supervised(command, cwd, limits, env=env, stdout=file, stderr=file).wait()
+        supervised = Supervised(command, cwd, limits, env=env, stdout=file, stderr=file)
+        try:
+            return supervised.wait()
+        except BaseException:  # Ctrl-C: what was started must not go on
+            supervised.stop()
+            raise
