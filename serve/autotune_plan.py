@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 
 from jetspec_jax.autotune import cost_model, planning
-from jetspec_jax.config import EngineConfig
 from serve import cli
 
 _MODEL = "qwen3-8b"

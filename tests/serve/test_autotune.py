@@ -58,7 +58,12 @@ def test_the_last_line_says_what_came_of_it(
     assert last["trials"] == 6 and last["interrupted"] is False and last["start"] == {}
     assert last["params"] and last["verdicts"][-1]["positions"] == 6_000
     assert "accepted: " in got.err and "tokens identical on unseen prompts" in got.err
-    assert {p.name for p in out.iterdir()} >= {"search.db", "memory.db", "session.json", "survey.json"}
+    assert {p.name for p in out.iterdir()} >= {
+        "search.db",
+        "memory.db",
+        "session.json",
+        "survey.json",
+    }
     # the next run starts from there, and says so
     again = run(
         autotune.main, *BASE, "--out", str(out), "--trials", "3", "--explorer", "builtin:tree"
@@ -105,9 +110,7 @@ def test_a_poor_start(made_up: type[FakeWorker], run: Run, tmp_path: Path) -> No
     assert got.last["accepted"] and got.last["speed_ratio"] > 1.6
 
 
-def test_report_is_made_of_the_files(
-    made_up: type[FakeWorker], run: Run, tmp_path: Path
-) -> None:
+def test_report_is_made_of_the_files(made_up: type[FakeWorker], run: Run, tmp_path: Path) -> None:
     argv = ("--out", str(tmp_path), "--trials", "5", "--explorer", "builtin:tree,builtin:kernel")
     run(autotune.main, *BASE, *argv)
     refused = Pattern(
@@ -147,7 +150,7 @@ def test_memories_travel(made_up: type[FakeWorker], run: Run, tmp_path: Path) ->
 def test_dry_run_prints_the_plan(made_up: type[FakeWorker], run: Run) -> None:
     got = run(autotune.main, "--suite", "humaneval", "--dry-run", "--json")
     assert got.code == 0
-    assert [p["name"] for p in got.last["parts"]][0] == "tree"
+    assert next(p["name"] for p in got.last["parts"]) == "tree"
     assert got.last["gaps"][0]["phase"] == "tau"
     assert made_up.started == []
 
@@ -185,7 +188,12 @@ BAD = [
 
 @pytest.mark.parametrize(("argv", "code", "words"), BAD)
 def test_bad_input_is_one_line_and_loads_nothing(
-    run: Run, argv: list[str], code: int, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Run,
+    argv: list[str],
+    code: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(autotune_run, "look", lambda *_: pytest.fail("loaded something"))
