@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jetspec_jax.autotune import session, tuned
 from jetspec_jax.autotune.key import DeploymentKey
+from jetspec_jax.autotune.ledger import best_configuration
 from jetspec_jax.autotune.memory import Memory
 from jetspec_jax.autotune.pilot import describe
 from jetspec_jax.errors import InputError
@@ -31,7 +32,7 @@ def install(memory: Memory, key: DeploymentKey) -> Path:
     Raises:
         InputError: nothing was accepted for it.
     """
-    best = memory.best(key)
+    best = best_configuration(memory, key)
     if best is None:
         raise InputError(
             f"nothing was accepted for {key.target} with batch {key.batch} on {key.suite}; "

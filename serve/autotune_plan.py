@@ -14,7 +14,7 @@ _NODES, _TAU = 64, 6.0  # of the round whose gaps are shown
 
 def planned(args: argparse.Namespace) -> int:
     """The gap table of a round on a GPU from its data sheet: planned, never measured."""
-    from serve.autotune_run import gap_lines
+    from serve.autotune_survey import gap_lines
 
     model = args.model or _MODEL
     profile = planning.planned_profile(model, args.device_spec, batch=args.batch_size)

@@ -87,7 +87,7 @@ def page(
     patterns: Sequence[Pattern],
 ) -> str:
     """The whole report as Markdown."""
-    from serve.autotune_run import gap_lines
+    from serve.autotune_survey import gap_lines
 
     key = state.identity["key"]
     lines = [

@@ -5,62 +5,30 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import gc
 import json
-import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.autotune import cost_model, explorers, gate, pilot, session, space
+from jetspec_jax.autotune import explorers, external, gate, ledger, pilot, session, space
+from jetspec_jax.autotune.brief import Brief
 from jetspec_jax.autotune.candidate import Candidate
 from jetspec_jax.autotune.client import TREE, Worker
-from jetspec_jax.autotune.key import DeploymentKey, code_version, key_of
+from jetspec_jax.autotune.key import code_version
 from jetspec_jax.autotune.memory import Memory
-from jetspec_jax.autotune.prompts import Prompt, prompts_of, split
 from jetspec_jax.autotune.tally import Effort
 from jetspec_jax.config import EngineConfig, SamplingParams
-from jetspec_jax.errors import InputError
-from serve import cli
-from serve.autotune import CONTEXT, MAX_TOKENS
+from serve import autotune_survey, cli
+from serve.autotune import MAX_TOKENS
+from serve.autotune_survey import Survey
 from serve.suites import Suite
 
 DEFAULT_SECONDS = 300.0
-_PROMPTS = 48  # that explorers measure on, times the batch
 _GATE_SHARE, _GATE_MOST = 0.4, 150.0  # of the budget, seconds
 _THOROUGH_S = 900.0  # a shorter run measures less before it searches
 _GATE_LONG = 300.0  # seconds from which the gate compares more
-# Kernels in which a phase of a round spends its time, for the order of searches.
-_KERNELS = {
-    "verify": ("row_invariant_matmul", "tree_attention", "verify_head", "threads"),
-    "draft": ("row_invariant_matmul", "tree_attention", "threads"),
-    "tree": (),
-    "accept": (),
-    "commit": ("threads",),
-    "host": ("threads",),
-    "tau": (),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Survey:
-    """What was learnt of the engine before any search."""
-
-    key: DeploymentKey
-    space: tuple[Any, ...]
-    profile: cost_model.Profile | None  # None: fakes of tests have none
-    gaps: tuple[cost_model.Gap, ...]
-    figures: Mapping[str, float]  # tau and nodes of a round, as measured on some prompts
-    seen: tuple[Prompt, ...]
-    suite: tuple[Prompt, ...]  # all that fit, both halves
-    prompts: tuple[tuple[int, ...], ...]  # ids that explorers measure on
-
-    @property
-    def order(self) -> tuple[str, ...]:
-        """Ops by the gap of the phases that they work in, largest first."""
-        return tuple(dict.fromkeys(op for gap in self.gaps for op in _KERNELS.get(gap.phase, ())))
 
 
 def run(
@@ -75,146 +43,28 @@ def run(
     """Survey, then what was asked for. Returns the exit code."""
     cli.say(cli.describe_load(args))
     if args.dry_run or out is None:
-        survey = look(args, engine, suites, out)
+        survey = autotune_survey.look(args, engine, suites, out)
         return _plan(args, survey, names)
     with session.lock(out):
         return _search(args, engine, start, names, suites, out, began)
 
 
-def look(
-    args: argparse.Namespace,
-    engine: EngineConfig,
-    suites: Sequence[Suite],
-    out: Path | None,
-    thorough: bool = True,
-) -> Survey:
-    """Loads the engine, measures its phases (unless `out` has them, of this very deployment; all
-    of them where it is to be thorough), and lets it go again: searches run in processes.
-    """
-    from jetspec_jax.autotune.profile import measure_profile
-    from jetspec_jax.config import SpecConfig
-
-    llm = cli.load_llm(args, SpecConfig(), engine)
-    batch = args.batch_size
-    name = suites[0].name if len(suites) == 1 else "mixed"
-    whole = [p for s in suites for p in prompts_of(s.prompts, f"{s.name}/")]
-    room = llm.capacity - MAX_TOKENS - 1
-    ids = {p.digest: tuple(llm.tokenizer.chat([dict(m) for m in p.messages])) for p in whole}
-    fitting = tuple(p for p in whole if len(ids[p.digest]) < room)
-    seen, unseen = split(fitting)
-    if len(seen) < 2 * batch or len(unseen) < 2 * batch:
-        raise InputError(
-            f"--suite {args.suite}: {len(seen)} prompts to search on and {len(unseen)} for the "
-            f"gate are too few for batch {batch}; give a larger suite"
-        )
-    order = list(seen)
-    random.Random(args.seed).shuffle(order)
-    chosen = [order[i % len(order)] for i in range(max(_PROMPTS * batch, batch))][: len(order)]
-    prompts = tuple(ids[p.digest] for p in chosen)
-    key = key_of(llm, batch, CONTEXT, name)
-    profile = _kept_profile(out, key)
-    with cli.phase("compiling"):
-        llm.warmup(batch)
-    if profile is None:
-        with cli.phase("measuring the phases of a round"):
-            profile = measure_profile(llm, batch) if thorough else _short_profile(llm, batch)
-    with cli.phase("measuring tau"):
-        sampling = SamplingParams(max_tokens=MAX_TOKENS)
-        answers = llm.generate([list(p) for p in prompts[: max(4, batch)]], sampling, group=batch)
-    rounds = max(sum(a.spec.rounds for a in answers), 1)
-    tau = 1 + sum(a.spec.accepted for a in answers) / rounds
-    nodes = sum(a.spec.nodes for a in answers) / rounds
-    found = Survey(
-        key,
-        space.search_space(space.facts_of(llm, batch)),
-        profile,
-        tuple(
-            cost_model.gap_table(profile, max(round(nodes), 1), tau) if profile is not None else ()
-        ),
-        {"tau": tau, "nodes": nodes},
-        seen,
-        fitting,
-        prompts,
-    )
-    del llm
-    gc.collect()
-    return found
-
-
-def _short_profile(llm: Any, batch: int) -> cost_model.Profile:
-    """Verification and drafting alone, in programs that are compiled anyway: some seconds, where
-    the phases one by one are most of a minute. What is not measured apart counts as no gap.
-    """
-    from jetspec_jax import costs
-    from jetspec_jax.autotune.profile import measure_device, shape_of
-
-    timed = llm.measure_costs(batch)
-    plain = timed["t_plain_s"]
-    verify = {n: t for n, t in timed["t_verify_s"].items() if t < costs.NEVER / 2}
-    return cost_model.Profile(
-        device=measure_device(),
-        shape=shape_of(llm, llm.plan_for(llm.spec)),
-        label="short: tree, acceptance and commit are in the others",
-        batch=batch,
-        context=costs.prompt_tokens(llm.capacity),
-        plain_s=plain,
-        verify_s={**verify, 1: plain},
-        draft_s=timed["t_draft_s"],
-        tree_s=0.0,
-        accept_s=0.0,
-        commit_s=0.0,
-        host_s=0.0,
-    )
-
-
-def _kept_profile(out: Path | None, key: DeploymentKey) -> cost_model.Profile | None:
-    """The profile of an earlier run; None where there is none, or not one of this deployment."""
-    path = None if out is None else out / "survey.json"
-    if path is None or not path.exists():
-        return None
-    try:
-        kept = json.loads(path.read_text())
-        if kept["key"] != key.to_json():
-            return None
-        return None if kept["profile"] is None else cost_model.Profile.from_json(kept["profile"])
-    except (OSError, ValueError, KeyError, TypeError, InputError) as error:
-        cli.say(f"{path} cannot be read ({error}); measured again")
-        return None
-
-
-def _profile(survey: Survey) -> Any:
-    return None if survey.profile is None else survey.profile.to_json()
-
-
-def searched(survey: Survey) -> tuple[Any, ...]:
-    """The space without what changes bits by definition: the gate would refuse it."""
-    return tuple(p for p in survey.space if not p.changes_bits)
-
-
 # ---- the plan ------------------------------------------------------------------------------------
 
 
-def gap_lines(gaps: Sequence[cost_model.Gap]) -> list[str]:
-    """The gap table as text."""
-    lines = [f"{'phase':10} {'measured':>10} {'ceiling':>10} {'share':>7} {'if closed':>9}"]
-    for gap in gaps:
-        unit = (lambda x: f"{x:.2f}") if gap.phase == "tau" else (lambda x: f"{1e3 * x:.3f} ms")
-        mark = " (planned)" if gap.planned else ""
-        lines.append(
-            f"{gap.phase:10} {unit(gap.measured):>10} {unit(gap.ceiling):>10} {gap.share:7.1%} "
-            f"{gap.speedup:8.2f}x{mark}"
-        )
-    return lines
-
-
 def _plan(args: argparse.Namespace, survey: Survey, names: Sequence[str]) -> int:
-    parts = [p for n in names for p in explorers.parts(n, searched(survey), survey.order)]
+    builtin = [n for n in names if not n.startswith(explorers.COMMAND)]
+    parts = [
+        p
+        for n in builtin
+        for p in explorers.parts(n, autotune_survey.searched(survey), survey.order)
+    ]
     seconds = args.budget_seconds or DEFAULT_SECONDS
     if args.json:
         document = {
             "key": survey.key.to_json(),
             "figures": survey.figures,
-            "profile": _profile(survey),
+            "profile": autotune_survey.profile_json(survey),
             "gaps": [dataclasses.asdict(g) for g in survey.gaps],
             "parts": [{"name": p.name, "space": [q.name for q in p.space]} for p in parts],
         }
@@ -225,13 +75,14 @@ def _plan(args: argparse.Namespace, survey: Survey, names: Sequence[str]) -> int
         f"\n{survey.figures['nodes']:.1f} nodes and {survey.figures['tau']:.2f} tokens a round; "
         "where its time is above what it must take:"
     )
-    print("\n".join(gap_lines(survey.gaps)))
+    print("\n".join(autotune_survey.gap_lines(survey.gaps)))
     print(f"\nplan: {seconds:g} s, searches in this order:")
     for part in parts:
         print(f"{part.name}:")
         for p in part.space:
             text = p.values_text
             print(f"  {p.name} ({text}; now {p.default}): {p.why}")
+    print("\n".join(n for n in names if n not in builtin))
     return 0
 
 
@@ -252,21 +103,23 @@ def _search(
         seconds = DEFAULT_SECONDS
     deadline = float("inf") if seconds is None else began + seconds
     memory = Memory(out / "memory.db")
-    survey = look(args, engine, suites, out, seconds is None or seconds >= _THOROUGH_S)
+    survey = autotune_survey.look(
+        args, engine, suites, out, seconds is None or seconds >= _THOROUGH_S
+    )
     (out / "survey.json").write_text(
         cli.dump_json(
             {
                 "key": survey.key,
                 "figures": survey.figures,
-                "profile": _profile(survey),
+                "profile": autotune_survey.profile_json(survey),
                 "gaps": [dataclasses.asdict(g) for g in survey.gaps],
             },
             indent=1,
         )
     )
-    cli.say("\n".join(gap_lines(survey.gaps)))
+    cli.say("\n".join(autotune_survey.gap_lines(survey.gaps)))
     code = code_version(TREE)
-    best = memory.best(survey.key)
+    best = ledger.best_configuration(memory, survey.key)
     # a run goes on from what was accepted here before; another code version judges it anew
     kept = best.candidate if best is not None and best.code == code else Candidate()
     begin = start if start is not None else kept
@@ -286,7 +139,7 @@ def _search(
     bar = Bar()
     task = pilot.Task(
         key=survey.key,
-        space=searched(survey),
+        space=autotune_survey.searched(survey),
         compose=space.params_of,
         order=survey.order,
         prompts=survey.prompts,
@@ -297,6 +150,7 @@ def _search(
         seed=args.seed,
         code=code,
         gate_seconds=budget,
+        external=functools.partial(_explore, args, engine, survey, out, memory, say=bar.say),
     )
     run_it = pilot.Pilot(
         task, state, say=bar.say, show=bar.show, trials=args.trials, deadline=deadline
@@ -356,6 +210,64 @@ def _judge(
     )
 
 
+def _explore(
+    args: argparse.Namespace,
+    engine: EngineConfig,
+    survey: Survey,
+    out: Path,
+    memory: Memory,
+    command: str,
+    incumbent: Candidate,
+    seconds: float,
+    say: Callable[[str], None],
+) -> external.Attempt:
+    """An external explorer against the incumbent; a third of the time each for its own work, its
+    tests and the gate.
+    """
+
+    def judge(
+        candidate: Candidate, tree: Path, limits: Any, env: Mapping[str, str], left: float
+    ) -> Any:
+        return gate.judge(
+            incumbent,
+            candidate,
+            suite=survey.suite,
+            model=args.model,
+            draft=args.draft,
+            engine=engine,
+            tree=tree,
+            batch=survey.key.batch,
+            budget_seconds=left,
+            limits=limits,
+            env=env,
+            say=say,
+        )
+
+    attempt = external.explore(
+        command,
+        tree=TREE,
+        brief=Brief(
+            gaps=[dataclasses.asdict(g) for g in survey.gaps],
+            patterns=[p.to_json() for p in memory.latest()],
+            prompts=survey.seen,
+            deployment=survey.key.to_json(),
+            engine={
+                "model": args.model,
+                "draft": args.draft,
+                "engine": dataclasses.asdict(engine),
+                "batch": survey.key.batch,
+            },
+            tests=external.TESTS,
+        ),
+        judge=judge,
+        out=out,
+        budget=external.Budget(seconds / 3, seconds / 3, seconds / 3),
+        say=say,
+    )
+    external.record(memory, survey.key, attempt, TREE)
+    return attempt
+
+
 def result(state: session.Session, begin: Candidate) -> dict[str, Any]:
     """What a run has come to, from its session."""
     accepted = state.accepted()
@@ -363,12 +275,19 @@ def result(state: session.Session, begin: Candidate) -> dict[str, Any]:
     for step in accepted:
         ratio *= step["verdict"]["speed_ratio"]
         low *= step["verdict"]["speed_ratio_low"]
+    patches = [a for a in state.attempts if a["accepted"]]
+    patch = max(patches, key=lambda a: a["verdict"]["speed_ratio_low"], default=None)
+    if patch is not None:
+        ratio *= patch["verdict"]["speed_ratio"]
+        low *= patch["verdict"]["speed_ratio_low"]
+        accepted = [*accepted, patch]
     return {
         "tokens_identical": all(step["verdict"]["tokens_identical"] for step in accepted),
         "speed_ratio": ratio,
         "speed_ratio_low": low,
         "accepted": bool(accepted),
         "params": dict(state.incumbent.params),
+        "patch": None if patch is None else str(patch["patch_file"]),
         "start": dict(begin.params),
         "verdicts": [
             {
@@ -394,6 +313,8 @@ def summary(document: Mapping[str, Any]) -> list[str]:
         judged = f"{shown} shown to the gate" if shown else "none was worth the gate's time"
         return [f"no candidate passed ({judged}); the configuration stays as it is; {spent}"]
     words = pilot.describe(Candidate(document["params"]))
+    if document["patch"] is not None:
+        words += f", and the patch {document['patch']}, which is yours to apply (git apply)"
     return [
         f"accepted: {words}; {document['speed_ratio']:.3f}x (at least "
         f"{document['speed_ratio_low']:.3f}x), tokens identical on unseen prompts; {spent}"

@@ -12,6 +12,7 @@ from jetspec_jax.autotune.candidate import Candidate
 from jetspec_jax.autotune.search import Declared
 from jetspec_jax.errors import ConfigError
 
+COMMAND = "cmd:"  # an external explorer, by its command line
 BUILTIN = ("tree", "kernel", "scheduler")
 # Single moves of the tree's parameters, in this order: what a round's time and its tokens hang on
 # most comes first; the rest is left to sampling.
@@ -62,18 +63,22 @@ class Part:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """ "builtin:tree,builtin:kernel" -> ("tree", "kernel"), each once.
+    """ "builtin:tree,builtin:kernel" -> ("tree", "kernel"), each once; "cmd:..." stays as it is.
 
     Raises:
         ConfigError: an explorer that is not there.
     """
     found: dict[str, None] = {}
+    if text.strip().startswith(COMMAND):
+        if not text.strip().removeprefix(COMMAND).strip():
+            raise ConfigError(f"explorer {text!r} names no command; give cmd:PROGRAM ARGUMENTS")
+        return (text.strip(),)
     for word in filter(None, (w.strip() for w in text.split(","))):
         kind, _, name = word.partition(":")
         if kind != "builtin" or name not in BUILTIN:
             raise ConfigError(
                 f"explorer {word!r} is not known; choose one of "
-                f"{', '.join('builtin:' + b for b in BUILTIN)}"
+                f"{', '.join('builtin:' + b for b in BUILTIN)}, or cmd:COMMAND"
             )
         found[name] = None
     return tuple(found)

@@ -17,12 +17,13 @@ from jetspec_jax.autotune import explorers
 from jetspec_jax.autotune.candidate import Candidate
 from jetspec_jax.autotune.explorers import Part
 from jetspec_jax.autotune.key import DeploymentKey
-from jetspec_jax.autotune.memory import Memory, Pattern
+from jetspec_jax.autotune.ledger import Ledger
+from jetspec_jax.autotune.memory import Memory
 from jetspec_jax.autotune.pairs import Asked, Pairs, centre
 from jetspec_jax.autotune.search import Finished, Params, Search
 from jetspec_jax.autotune.session import Session
 from jetspec_jax.config import SamplingParams
-from jetspec_jax.errors import JetSpecError, TokensDiffer
+from jetspec_jax.errors import ConfigError, JetSpecError, TokensDiffer
 
 _TRIAL_GROUPS, _CONFIRM_GROUPS = (
     8,
@@ -32,6 +33,7 @@ _FINALISTS = 2  # of a search that are measured again before the gate sees one
 _WORTH = 1.01  # measured ratio from which a finalist is shown to the gate
 _LEAST_S, _ENOUGH_S = 20.0, 60.0  # a search with less time is not begun; what one should have
 
+External = Callable[[str, Candidate, float], Any]  # command, incumbent, seconds -> Attempt
 Judge = Callable[[Candidate, Candidate, float], Any]  # incumbent, candidate, seconds -> Verdict
 
 
@@ -52,7 +54,7 @@ class Task:
         seed: of everything random.
         code: version of the code.
         gate_seconds: what a gate is given, and what searches leave for it.
-        predict: the cost model's word on a measured candidate, from its rounds and nodes.
+        external: runs an external explorer and judges its patch (`external.explore`).
     """
 
     key: DeploymentKey
@@ -67,7 +69,7 @@ class Task:
     seed: int = 0
     code: str = ""
     gate_seconds: float = 120.0
-    predict: Callable[[dict[str, float]], float | None] = lambda figures: None
+    external: External | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +107,7 @@ class Pilot:
         self.task, self.session = task, session
         self._say, self._show, self._trials, self._deadline = say, show, trials, deadline
         self.memory = Memory(task.out / "memory.db")
+        self.ledger = Ledger(self.memory, task.key, task.code)
         self._began, self._before = time.monotonic(), session.seconds
         self.finished = 0  # trials, those of an interrupted run included
 
@@ -115,25 +118,60 @@ class Pilot:
         """
         try:
             self._known()
-            todo = [
-                p for name in names for p in explorers.parts(name, self.task.space, self.task.order)
-            ]
-            if not todo:
-                self._say("no declared parameter applies to this deployment")
-            todo = [p for p in todo if p.name not in self.session.ended]
-            for place, part in enumerate(todo):
-                left = self._deadline - time.monotonic() - self.task.gate_seconds
-                if left < _LEAST_S:
-                    names_left = ", ".join(p.name for p in todo[place:])
-                    self._say(f"no time is left for {names_left}; the same command goes on there")
+            for name in names:
+                if name.startswith(explorers.COMMAND):
+                    going = self._external(name)
+                else:
+                    rest = names[names.index(name) + 1 :]
+                    going = self._builtin(name, [n for n in rest if not n.startswith("cmd:")])
+                if not going:
+                    self._say("the same command goes on there")
                     return
-                # as many of the searches as get enough time to find something share it
-                count = len(todo) if math.isinf(left) else max(1, int(left / _ENOUGH_S))
-                among = sum(p.weight for p in todo[place : place + count])
-                self._explore(part, left * part.weight / among)
             self.session.done = True
         finally:
             self._save()
+
+    def _builtin(self, name: str, later: Sequence[str]) -> bool:
+        """All searches of an explorer; False: the time did not do for all."""
+        todo = self._parts(name)
+        if not todo:
+            self._say(f"no declared parameter of {name} applies to this deployment")
+        todo = [p for p in todo if p.name not in self.session.ended]
+        after = [p for n in later for p in self._parts(n) if p.name not in self.session.ended]
+        for place, part in enumerate(todo):
+            left = self._deadline - time.monotonic() - self.task.gate_seconds
+            if left < _LEAST_S:
+                self._say(f"no time is left for {', '.join(p.name for p in todo[place:])}")
+                return False
+            # as many of the searches as get enough time to find something share it
+            coming = [*todo[place:], *after]
+            count = len(coming) if math.isinf(left) else max(1, int(left / _ENOUGH_S))
+            among = sum(p.weight for p in coming[:count])
+            self._explore(part, left * part.weight / among)
+        return True
+
+    def _parts(self, name: str) -> list[Part]:
+        return explorers.parts(name, self.task.space, self.task.order)
+
+    def _external(self, command: str) -> bool:
+        """One external explorer; False: the time did not do for it."""
+        if command in self.session.ended:
+            return True
+        left = self._deadline - time.monotonic()
+        if left < self.task.gate_seconds:
+            self._say(f"no time is left for {command}")
+            return False
+        if self.task.external is None:
+            raise ConfigError(f"--explorer {command!r}: this task runs no external explorers")
+        self._say(f"{command} explores")
+        attempt = self.task.external(command, self.session.incumbent, left)
+        kept = "accepted" if attempt.accepted else f"refused ({attempt.stage})"
+        where = f": {attempt.patch_file}" if attempt.patch_file else ""
+        self._say(f"{command}: {kept}, {attempt.reason}{where}")
+        self.session.attempts.append(attempt.to_json())
+        self.session.ended[command] = attempt.reason
+        self._save()
+        return True
 
     # ---- before any search -----------------------------------------------------------------------
 
@@ -147,7 +185,7 @@ class Pilot:
         found = [c for c in self.memory.candidates(self.task.key) if c.patch is None]
         if incumbent.id != Candidate().id:
             found.insert(0, Candidate(origin="heuristic"))
-        found = [c for c in found if c.id not in self._refused() and c.id != incumbent.id][:4]
+        found = [c for c in found if c.id not in self.ledger.refused() and c.id != incumbent.id][:4]
         measured: list[tuple[float, Candidate]] = []
         if found:
             self._say(f"{len(found)} known configurations go first")
@@ -188,7 +226,7 @@ class Pilot:
                 "key": task.key.to_json(),
             },
         )
-        refused = self._refused()
+        refused = self.ledger.refused()
 
         def show(trial: Finished) -> None:
             self.finished += 1
@@ -212,7 +250,7 @@ class Pilot:
                             return
                         yield value
                 except TokensDiffer as error:
-                    self._remember_difference(candidate, str(error))
+                    self._differs(candidate, str(error))
                     raise
 
             before = len(search.finished)
@@ -273,7 +311,7 @@ class Pilot:
                     if len(steps) >= count or time.monotonic() >= until:
                         break
         except TokensDiffer as error:
-            self._remember_difference(candidate, str(error))
+            self._differs(candidate, str(error))
             return None
         except JetSpecError as error:
             self._say(f"{describe(candidate)}: {' '.join(str(error).split())}")
@@ -309,77 +347,15 @@ class Pilot:
             if verdict.accepted:
                 session.incumbent = candidate
             self._save()
-            self._remember(incumbent, candidate, verdict)
+            self.ledger.judged(incumbent, candidate, verdict)
             if verdict.accepted:
                 return
 
-    def _remember(self, incumbent: Candidate, candidate: Candidate, verdict: Any) -> None:
-        """Into memory, with the ratio against the shipped heuristic: that is what a lookup
-        compares. Bounds of a chain of accepted steps multiply. From another start the chain says
-        nothing about the heuristic, so an accepted one is kept in the session alone.
-        """
-        chain = self._chain(incumbent)
-        if chain is None and verdict.accepted:
-            return
-        factors = chain or (1.0, 1.0, 1.0)
-        speed = (verdict.speed_ratio, verdict.speed_ratio_low, verdict.speed_ratio_high)
-        measured, low, high = (
-            None if s is None else s * f for s, f in zip(speed, factors, strict=True)
-        )
-        self.memory.record(
-            Pattern(
-                key=self.task.key,
-                candidate=candidate,
-                accepted=verdict.accepted,
-                predicted=None,
-                measured=measured,
-                low=low,
-                high=high,
-                report=verdict.to_json() | {"against": incumbent.to_json()},
-                counter_example=verdict.counter_example,
-                code=self.task.code,
-            )
-        )
-
-    def _chain(self, candidate: Candidate) -> tuple[float, float, float] | None:
-        """Speed of an incumbent against the heuristic: (ratio, low, high); None: not known."""
-        if candidate.id == Candidate().id:
-            return 1.0, 1.0, 1.0
-        known = [
-            p
-            for p in self.memory.latest()
-            if p.key == self.task.key
-            and p.accepted
-            and p.trusted
-            and p.candidate.id == candidate.id
-        ]
-        if not known or known[-1].measured is None:
-            return None
-        last = known[-1]
-        return last.measured or 1.0, last.low or 1.0, last.high or 1.0
-
-    def _remember_difference(self, candidate: Candidate, text: str) -> None:
-        self._say(f"{describe(candidate)}: {text}")
-        self.memory.record(
-            Pattern(
-                key=self.task.key,
-                candidate=candidate,
-                accepted=False,
-                report={"reason": text},
-                counter_example={"where": text},
-                code=self.task.code,
-            )
-        )
-
-    def _refused(self) -> dict[str, str]:
-        """Candidates that changed a token here, by id: never tried again with this code."""
-        return {
-            p.candidate.id: str(p.report.get("reason", "it changed a token"))
-            for p in self.memory.rejected(self.task.key)
-            if p.counter_example is not None and p.code == self.task.code
-        }
-
     # ---- small things ----------------------------------------------------------------------------
+
+    def _differs(self, candidate: Candidate, text: str) -> None:
+        self._say(f"{describe(candidate)}: {text}")
+        self.ledger.differed(candidate, text)
 
     def _pairs(self, reference: Candidate) -> Pairs:
         return Pairs(

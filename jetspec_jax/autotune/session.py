@@ -29,6 +29,7 @@ class Session:
         known: candidate id -> log speed ratio of patterns tried before any search.
         verdicts: of the gate, in order: {"candidate", "incumbent", "search", "measured",
             "verdict"}.
+        attempts: of external explorers (`external.Attempt.to_json`), in order.
         seconds: spent, over all processes.
         done: the run came to its end.
     """
@@ -39,6 +40,7 @@ class Session:
     ended: dict[str, str] = dataclasses.field(default_factory=dict)
     known: dict[str, float] = dataclasses.field(default_factory=dict)
     verdicts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    attempts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
     done: bool = False
 
@@ -61,6 +63,7 @@ class Session:
             "ended": self.ended,
             "known": self.known,
             "verdicts": self.verdicts,
+            "attempts": self.attempts,
             "seconds": self.seconds,
             "done": self.done,
         }
@@ -88,6 +91,7 @@ def read(path: Path) -> Session | None:
             dict(kept["ended"]),
             dict(kept["known"]),
             list(kept["verdicts"]),
+            list(kept["attempts"]),
             float(kept["seconds"]),
             bool(kept["done"]),
         )

@@ -13,7 +13,8 @@ from jetspec_jax.autotune import cost_model
 from jetspec_jax.autotune.candidate import Candidate
 from jetspec_jax.autotune.memory import Memory, Pattern
 from jetspec_jax.autotune.prompts import Prompt
-from serve import autotune, autotune_run
+from serve import autotune, autotune_run, autotune_survey
+from tests.autotune.conftest import workers  # noqa: F401 - a fixture
 from tests.autotune.fakes import KEY, SPACE, FakeWorker, compose, verdict
 from tests.serve.conftest import Run
 
@@ -28,13 +29,13 @@ GAPS = (
 def made_up(monkeypatch: pytest.MonkeyPatch, workers: type[FakeWorker]) -> type[FakeWorker]:
     """Everything but the engine: the search, the session, the files."""
 
-    def look(*_: Any, **__: Any) -> autotune_run.Survey:
+    def look(*_: Any, **__: Any) -> autotune_survey.Survey:
         prompts = tuple(Prompt(str(i), ({"role": "user", "content": str(i)},)) for i in range(40))
         ids = tuple((10 * i,) for i in range(30))
-        return autotune_run.Survey(KEY, SPACE, None, GAPS, {}, prompts, prompts, ids)
+        return autotune_survey.Survey(KEY, SPACE, None, GAPS, {}, prompts, prompts, ids)
 
-    monkeypatch.setattr(autotune_run, "look", look)
-    monkeypatch.setattr(autotune_run, "searched", lambda survey: survey.space)
+    monkeypatch.setattr(autotune_survey, "look", look)
+    monkeypatch.setattr(autotune_survey, "searched", lambda survey: survey.space)
     monkeypatch.setattr(autotune_run, "_worker", lambda args, engine, c: FakeWorker(c))
     monkeypatch.setattr(
         autotune_run, "_judge", lambda args, engine, survey, a, b, s, say: verdict(a, b)
@@ -143,7 +144,7 @@ def test_memories_travel(made_up: type[FakeWorker], run: Run, tmp_path: Path) ->
     (tmp_path / "b").mkdir()
     got = run(autotune.main, "--out", str(tmp_path / "b"), "--import", str(file), "--json")
     assert got.last["imported"] >= 1
-    got = run(autotune.main, *BASE, "--out", str(tmp_path / "b"), "--trials", "1", "--explorer", "builtin:tree")  # fmt: skip
+    got = run(autotune.main, *BASE, "--out", str(tmp_path / "b"), *argv)
     assert got.last["verdicts"][0]["search"] == "known"
 
 
@@ -166,7 +167,7 @@ BAD = [
     (["--out", "x", "--budget-seconds", "nan"], 2, "--budget-seconds nan"),
     (["--out", "x", "--trials", "0"], 2, "--trials 0"),
     (["--out", "x", "--batch-size", "0"], 2, "--batch-size 0"),
-    (["--out", "x", "--explorer", "cmd:agent.sh"], 2, "cmd:agent.sh"),
+    (["--out", "x", "--explorer", "cmd: "], 2, "names no command"),
     (["--out", "x", "--explorer", "builtin:nope"], 2, "builtin:nope"),
     (["--out", "x", "--explorer", "builtin:scheduler"], 2, "--batch-size 2"),
     (["--out", "x", "--start", "{"], 2, "--start: not valid JSON"),
@@ -196,11 +197,11 @@ def test_bad_input_is_one_line_and_loads_nothing(
     tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(autotune_run, "look", lambda *_: pytest.fail("loaded something"))
+    monkeypatch.setattr(autotune_survey, "look", lambda *_: pytest.fail("loaded something"))
     got = run(autotune.main, *argv)
     assert got.code == code and words in got.error and got.out == ""
 
 
 def test_gap_lines_and_result_are_strict_json() -> None:
-    assert "2.90x" in "\n".join(autotune_run.gap_lines(GAPS))
+    assert "2.90x" in "\n".join(autotune_survey.gap_lines(GAPS))
     assert json.loads(json.dumps(verdict(Candidate(), Candidate()).to_json()))
