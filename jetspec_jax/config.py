@@ -17,6 +17,7 @@ SPEC_MODES = ("auto", "tree", "chain", "off")
 DRAFTERS = ("head", "lookup", "hybrid", "none")
 SCRIPTED = "scripted"  # a test double (testing.py): drafts given tokens
 BUILDERS = ("exact", "chain", "accum_logp", "top2gap", "depth_rank_histogram")
+MAX_LOSS = 1e12  # plain steps: more than a cost table holds for what must never be chosen
 MAX_BUDGET = 256  # tree nodes; the published systems go no further
 NUMERICS = ("fast", "bitwise")
 KERNELS = ("auto", "cpu", "gpu", "xla")
@@ -217,24 +218,36 @@ class PolicyConfig(_FromMapping):
     """
 
     first_pause: int = 4  # rounds without drafting after it did not pay
-    longest_pause: int = 64  # rounds; a pause doubles up to here while drafting goes on failing
+    longest_pause: int = 16  # rounds; a pause doubles up to here while drafting goes on failing
     decay: float = 0.9  # of the running gain, per drafted round: it remembers 1 / (1 - decay)
     first_credit: float = 0.15  # running gain that a sequence starts with
     later_credit: float = 0.03  # running gain after a pause
     trust_decay: float = 0.9  # of the running ratio of accepted to promised tokens
     trust_low: float = 0.25
     trust_high: float = 2.0
+    # A sequence never loses more time against plain decoding than first_loss plain steps and
+    # loss_share of its tokens; what drafting gained before counts too, up to most_loss.
+    first_loss: float = 4.0
+    loss_share: float = 0.015
+    most_loss: float = 6.0
+    # What earlier requests of an engine left of their allowance moves first_loss of the next, by
+    # this weight, not below least_loss.
+    memory: float = 0.5
+    least_loss: float = 1.5
 
     def __post_init__(self) -> None:
         name = "PolicyConfig"
         _at_least(name, "first_pause", self.first_pause, 0)
         _at_least(name, "longest_pause", self.longest_pause, self.first_pause)
-        for field in ("decay", "trust_decay"):
+        for field in ("decay", "trust_decay", "memory", "loss_share"):
             _between(name, field, getattr(self, field), 0.0, 1.0)
         for field in ("first_credit", "later_credit"):
             _between(name, field, getattr(self, field), 0.0, 1_000.0)
         _between(name, "trust_low", self.trust_low, 0.0, 1_000.0)
         _between(name, "trust_high", self.trust_high, self.trust_low, 1_000.0)
+        _between(name, "least_loss", self.least_loss, 0.0, MAX_LOSS)
+        _between(name, "first_loss", self.first_loss, self.least_loss, MAX_LOSS)
+        _between(name, "most_loss", self.most_loss, self.first_loss, MAX_LOSS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetspec_jax.config import SamplingParams
+from jetspec_jax.config import MAX_LOSS, PolicyConfig, SamplingParams
 from jetspec_jax.plan import RoundPlan
 from jetspec_jax.policy import Costs, fresh_control
 from jetspec_jax.programs import cache_home
@@ -36,6 +36,8 @@ _PROMPT, _LEAST_PROMPT = 256, 64
 _ROUNDS, _TURNS = 2, 6
 _LONG_S = 0.1  # rounds this long are timed one at a time
 NEVER = 1e9  # stands in a table for a budget that is not worth timing
+# Drafts in every round that is not paused by `_time` itself, whatever a round costs.
+_FREE = PolicyConfig(first_pause=0, longest_pause=0, first_loss=MAX_LOSS, most_loss=MAX_LOSS)
 
 
 def unmeasured(plan: RoundPlan) -> Costs:
@@ -63,7 +65,7 @@ def measure(llm: LLM, plan: RoundPlan, batch: int) -> dict[str, Any]:
         i for i, n in enumerate(plan.budgets) if batch == 1 or not n & (n - 1) or i + 1 == count
     ]
     tokens = prompt_tokens(llm.capacity)
-    with llm.session(plan, batch, unmeasured(plan)) as session:
+    with llm.session(plan, batch, unmeasured(plan), _FREE) as session:
         session.compile(details=False)
         prompt = [int(i) for i in np.arange(tokens) % llm.model_config.vocab_size]
         limit = llm.capacity

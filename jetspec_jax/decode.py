@@ -272,15 +272,14 @@ def spec_round(
     section 1).
     """
     active = state.status == RUNNING
-    draft_now = (
-        jnp.asarray(plan.drafts) & (state.control.cooldown == 0) & jnp.any(active & state.speculate)
-    )
-    tree = draft_tree(plan, params, state, draft_now)
+    draft_now = jnp.asarray(plan.drafts) & jnp.any(active & state.speculate)
     costs: policy.Costs = params.costs
     if len(plan.budgets) > 1:
-        trust = state.control.trust
+        draft_now = draft_now & policy.may_draft(costs, state.control)
+    tree = draft_tree(plan, params, state, draft_now)
+    if len(plan.budgets) > 1:
         index, promised = policy.choose_budget(
-            tree.score, tree.valid, active, plan.budgets, costs, trust
+            tree.score, tree.valid, active, plan.budgets, costs, state.control
         )
         index = jnp.where(draft_now, index, 0)
     else:

@@ -160,6 +160,8 @@ class LLM:
         self.programs = Programs(say)
         self._caches: dict[tuple[str, int], KVCache] = {}
         self._costs: dict[tuple[RoundPlan, int], Costs] = {}
+        # what requests so far left of what drafting may lose (policy.next_allowance)
+        self._allowances: dict[tuple[RoundPlan, int, PolicyConfig | None], float] = {}
         self.probed: dict[
             tuple[int, ...], ProbeReport
         ] = {}  # with bitwise numerics: what was found, by budgets
@@ -396,17 +398,18 @@ class LLM:
             table: measured costs, None where there is nothing to choose.
             policy: None for the default.
         """
-        states = []
+        states, key = [], (plan, batch, policy)
+        allowance = self._allowances.get(key)
         for rows in (batch,) if batch == 1 else (batch, 1):
             context = self._take_cache("draft", rows) if plan.head is not None else None
             cache = self._take_cache("target", rows)
-            states.append(new_state(plan, rows, cache, context, policy))
+            states.append(new_state(plan, rows, cache, context, policy, allowance))
         params = self.params_for(plan, table, policy)
-        session = Session(
-            self.programs, plan, params, *states, *[None] * (2 - len(states)), policy=policy
-        )
+        one = states[1] if len(states) > 1 else None
+        session = Session(self.programs, plan, params, states[0], one, policy, allowance)
         try:
             yield session
+            self._allowances[key] = session.learn()
         finally:
             for state in session.states():
                 rows = state.tokens.shape[0]

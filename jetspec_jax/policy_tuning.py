@@ -1,5 +1,7 @@
-"""What can be tuned of the policy: every field of `PolicyConfig`. They are data of the compiled
-program, so a new value costs a trial nothing, and no value can change a token.
+"""What can be tuned of the policy: the fields of `PolicyConfig` that decide how drafting is tried.
+They are data of the compiled program, so a new value costs a trial nothing, and no value can change
+a token. What drafting may lose (`first_loss` to `least_loss`) is a promise to the user, on texts
+that no suite holds: it is not tuned.
 """
 
 from typing import Any
@@ -32,8 +34,8 @@ def _number(
 
 
 PARAMETERS = (
-    _number("first_pause", 1, 16, "rounds without drafting after it did not pay", kind="int"),
-    _number("longest_pause", 16, 512, "longest pause, in rounds", log=True, kind="int"),
+    _number("first_pause", 1, 8, "rounds without drafting after it did not pay", kind="int"),
+    _number("longest_pause", 8, 256, "longest pause, in rounds", log=True, kind="int"),
     _number("decay", 0.5, 0.98, "memory of the running gain: quick or sure to give up"),
     _number("first_credit", 0.02, 1.0, "running gain that a sequence starts with", log=True),
     _number("later_credit", 0.01, 0.5, "running gain after a pause", log=True),

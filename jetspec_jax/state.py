@@ -57,6 +57,7 @@ class Control:
     cooldown: Array  # [] int32, rounds left without drafting
     pause: Array  # [] int32, length of the next pause
     trust: Array  # [] float32, accepted tokens per expected one, running
+    allowance: Array  # [] float32, plain steps that drafting may still lose
 
 
 @flax.struct.dataclass

@@ -33,11 +33,12 @@ def costs(*verify, draft=0.0):
     return Costs(jnp.asarray(verify, jnp.float32), jnp.asarray(draft, jnp.float32))
 
 
-def chosen(probabilities, table, budgets=(1, 2, 4), active=None, trust=1.0):
+def chosen(probabilities, table, budgets=(1, 2, 4), active=None, trust=1.0, allowance=9.0):
     scores = jnp.log(jnp.asarray(probabilities, jnp.float32))
     active = jnp.ones(scores.shape[0], bool) if active is None else jnp.asarray(active)
     valid = jnp.ones(scores.shape, bool)
-    index, _ = choose_budget(scores, valid, active, budgets, table, jnp.float32(trust))
+    control = fresh_control().replace(trust=jnp.float32(trust), allowance=jnp.float32(allowance))
+    index, _ = choose_budget(scores, valid, active, budgets, table, control)
     return budgets[int(index)]
 
 
@@ -64,6 +65,13 @@ def test_budget_follows_expected_tokens_per_cost():
     assert chosen([sure, unsure], costs(1, 1.2, 1.4), active=[False, True]) == 1
     # the longer drafting takes, the more a round must bring
     assert chosen([[1.0, 0.5, 0.3, 0.2]], costs(1, 1.6, 2.0, draft=5.0)) == 4
+
+
+def test_no_tree_that_the_allowance_does_not_cover():
+    sure, table = [1.0, 0.9, 0.8, 0.7], costs(1, 1.1, 1.3, draft=0.5)
+    assert chosen([sure], table, allowance=0.81) == 4
+    assert chosen([sure], table, allowance=0.79) == 2
+    assert chosen([sure], table, allowance=0.59) == 1
 
 
 def test_ties_take_the_smaller_budget():
@@ -93,7 +101,7 @@ def test_pause_after_drafting_did_not_pay():
             pauses.append(int(control.cooldown))
         while int(control.cooldown):
             control = after_round(control, 1, drafted=False, spent=1.0)
-    assert pauses == [4, 8, 16, 32, 64, 64, 64]
+    assert pauses == [4, 8, 16, 16, 16, 16, 16]
     # one round that pays, and the next pause is short again
     control = after_round(control, 5)
     assert (int(control.cooldown), int(control.pause)) == (0, POLICY.first_pause)

@@ -11,7 +11,9 @@ from jetspec_jax.errors import ConfigError
 from jetspec_jax.policy import Costs, fresh_control, knobs
 from tests.doubles import PROMPTS, engine, greedy
 
-OTHER = PolicyConfig(first_pause=1, longest_pause=2, decay=0.5, first_credit=1.0)
+OTHER = PolicyConfig(
+    first_pause=1, longest_pause=2, decay=0.5, first_credit=1.0, first_loss=1e3, most_loss=1e3
+)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +25,9 @@ OTHER = PolicyConfig(first_pause=1, longest_pause=2, decay=0.5, first_credit=1.0
         ({"decay": float("nan")}, "PolicyConfig.decay=nan"),
         ({"first_credit": "much"}, "PolicyConfig.first_credit='much'"),
         ({"trust_low": 3.0}, "PolicyConfig.trust_high=2.0"),
+        ({"first_loss": 1.0}, "PolicyConfig.first_loss=1.0"),
+        ({"most_loss": 3.0}, "PolicyConfig.most_loss=3.0"),
+        ({"memory": 2}, "PolicyConfig.memory=2"),
         ({"decya": 0.5}, "did you mean 'decay'"),
     ],
 )
@@ -55,10 +60,10 @@ def test_policies_share_programs_and_are_obeyed():
     specs = [SpecConfig(drafter="lookup", budget=4, policy=p) for p in (PolicyConfig(), OTHER)]
     plans = {llm.plan_for(llm.resolve(s)) for s in specs}
     assert len(plans) == 1
-    # verification that costs so much that every drafted round fails
+    # drafting that costs so much that nearly every drafted round fails
     (plan,) = plans
-    verify = jnp.where(jnp.arange(len(plan.budgets)) > 0, 1e9, 1.0).astype(jnp.float32)
-    llm._costs[plan, 1] = Costs(verify, jnp.asarray(0.5, jnp.float32))
+    verify = jnp.ones(len(plan.budgets), jnp.float32)
+    llm._costs[plan, 1] = Costs(verify, jnp.asarray(0.9, jnp.float32))
     drafts, tokens, sizes = [], [], []
     for spec in specs:
         with llm.session(plan, 1, llm._costs[plan, 1], spec.policy) as session:
@@ -69,5 +74,5 @@ def test_policies_share_programs_and_are_obeyed():
         sizes.append(len(llm.programs))
     assert tokens[0] == tokens[1]
     assert sizes[0] == sizes[1]
-    # pauses of at most two rounds instead of 64
-    assert drafts[1] > 2 * drafts[0]
+    # shorter pauses, and all that may be lost
+    assert drafts[1] > 2 * drafts[0] > 0

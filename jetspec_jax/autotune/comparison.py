@@ -48,9 +48,16 @@ class Comparison:
 
     def _open(self) -> None:
         """Starts the processes: those that would be loaded alike are one."""
-        numerics = {k: v for k, v in self._fixed(self.incumbent).items() if k.startswith("engine.")}
-        self.reference = self.start(Candidate(numerics), self.engine, None, True)
-        loaded: list[tuple[dict[str, Any], Worker]] = [(numerics, self.reference)]
+        numerics = {
+            k: v
+            for k, v in self._fixed(self.incumbent).items()
+            if k.startswith("engine.") and k != "engine.kernel_params"
+        }
+        plain = dataclasses.replace(self.engine, kernel_params=())
+        self.reference = self.start(Candidate(numerics), plain, None, True)
+        loaded: list[tuple[dict[str, Any], Worker]] = []
+        if plain == self.engine:
+            loaded.append((numerics, self.reference))
 
         def worker_for(change: Candidate, tree: Path | None) -> Worker:
             wanted = self._fixed(change)
@@ -65,10 +72,10 @@ class Comparison:
 
         self.before = worker_for(self.incumbent, None)
         self.after = self._theirs(lambda: worker_for(self.candidate, self.tree))
-        self.old = {k: v for k, v in self.incumbent.params.items() if k not in numerics}
-        self.old = {k: v for k, v in self.old.items() if not k.startswith("kernel.")}
-        fixed = self._fixed(self.candidate)
-        self.new = {k: v for k, v in self.candidate.params.items() if k not in fixed}
+        self.old, self.new = (
+            {k: v for k, v in c.params.items() if k not in self._fixed(c)}
+            for c in (self.incumbent, self.candidate)
+        )
 
     def _theirs(self, ask: Callable[[], Any], *names: str, count: int = 0) -> Any:
         """A request to the candidate: whatever goes wrong there refuses it.
