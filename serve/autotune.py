@@ -38,7 +38,6 @@ from serve import cli
 DEVICES = ("h100", "h200", "rtx-pro-6000")
 DEFAULT_EXPLORERS = "builtin:tree,builtin:kernel"
 MAX_TOKENS = 64  # of an answer while searching
-CONTEXT = 256  # cached tokens that a result stands for: prompt and answer of the suites
 
 
 def build_parser() -> cli.Parser:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from jetspec_jax.autotune import session, tuned
+from jetspec_jax.autotune.candidate import Candidate
 from jetspec_jax.autotune.key import DeploymentKey
 from jetspec_jax.autotune.ledger import best_configuration
 from jetspec_jax.autotune.memory import Memory
@@ -32,12 +33,32 @@ def install(memory: Memory, key: DeploymentKey) -> Path:
     Raises:
         InputError: nothing was accepted for it.
     """
-    best = best_configuration(memory, key)
-    if best is None:
+    entry = entry_for(memory, key)
+    if entry is None:
         raise InputError(
             f"nothing was accepted for {key.target} with batch {key.batch} on {key.suite}; "
             "search longer, or leave --apply out"
         )
+    path = tuned.install(entry)
+    cli.say(f"installed {describe(Candidate(entry.params))} ({entry.gain_text}): {path}")
+    return path
+
+
+def keep(memory: Memory, key: DeploymentKey, out: Path) -> None:
+    """Writes the entry into `out`, where `serve.generate --tuned DIR` finds it."""
+    entry = entry_for(memory, key)
+    if entry is not None:
+        for old, kept in tuned.readable(out, lambda line: None):
+            if kept.key == key:
+                old.unlink(missing_ok=True)
+        cli.say(f"wrote {tuned.write(entry, out)}")
+
+
+def entry_for(memory: Memory, key: DeploymentKey) -> tuned.TunedEntry | None:
+    """The best accepted configuration of a deployment as an entry; None: there is none."""
+    best = best_configuration(memory, key)
+    if best is None:
+        return None
     # memory's ratios are against the heuristic, the report's against the incumbent of its time
     ratios = {
         "speed_ratio": best.measured,
@@ -52,7 +73,4 @@ def install(memory: Memory, key: DeploymentKey) -> Path:
         "memory": str(memory.path),
         "pattern": best.id,
     }
-    entry = tuned.entry_of(key, best.candidate, {**best.report, **ratios}, provenance)
-    path = tuned.install(entry)
-    cli.say(f"installed {describe(best.candidate)} ({entry.gain_text}): {path}")
-    return path
+    return tuned.entry_of(key, best.candidate, {**best.report, **ratios}, provenance)

@@ -171,10 +171,15 @@ def _search(
     }
     for line in summary(document):
         cli.say(line)
-    if args.apply and document["accepted"]:
-        from serve import autotune_apply
+    from serve import autotune_apply
 
-        autotune_apply.install(memory, survey.key)
+    if state.accepted():
+        autotune_apply.keep(memory, survey.key, out)
+    if args.apply:
+        if ledger.best_configuration(memory, survey.key) is None:
+            cli.say("--apply: nothing was accepted against the heuristic, nothing is installed")
+        else:
+            autotune_apply.install(memory, survey.key)
     if args.json:
         print(cli.dump_json(document))
     else:

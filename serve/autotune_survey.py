@@ -17,7 +17,7 @@ from jetspec_jax.autotune.prompts import Prompt, prompts_of, split
 from jetspec_jax.config import EngineConfig, SamplingParams
 from jetspec_jax.errors import InputError
 from serve import cli
-from serve.autotune import CONTEXT, MAX_TOKENS
+from serve.autotune import MAX_TOKENS
 from serve.suites import Suite
 
 _PROMPTS = 48  # that explorers measure on, times the batch
@@ -82,7 +82,7 @@ def look(
     random.Random(args.seed).shuffle(order)
     chosen = [order[i % len(order)] for i in range(max(_PROMPTS * batch, batch))][: len(order)]
     prompts = tuple(ids[p.digest] for p in chosen)
-    key = key_of(llm, batch, CONTEXT, name)
+    key = key_of(llm, batch, llm.capacity, name)  # as an engine asks for it at its start
     profile = _kept_profile(out, key)
     with cli.phase("compiling"):
         llm.warmup(batch)

@@ -277,8 +277,8 @@ class Pilot:
         self, search: Search, pairs: Pairs, make: Callable[[Params], Candidate]
     ) -> list[tuple[float, Candidate]]:
         """The best few, measured again on prompts that chose none of them, best first."""
-        whole = [t for t in search.finished if t.steps and not t.pruned and (t.ratio or 0) > 1]
-        best = sorted(whole, key=lambda t: -(t.ratio or 0))[:_FINALISTS]
+        faster = [t for t in search.finished if (t.ratio or 0) > 1]
+        best = sorted(faster, key=lambda t: (t.pruned, -(t.ratio or 0)))[:_FINALISTS]
         found: list[tuple[float, Candidate]] = []
         for trial in best:
             candidate = make(trial.params)
@@ -332,7 +332,8 @@ class Pilot:
                 self._say(f"no time is left to judge {describe(candidate)}")
                 return
             self._say(f"the gate judges {describe(candidate)}")
-            seconds = left if search != "known" else min(left, self.task.gate_seconds)
+            # a gate looks at the clock between its steps, and a step takes some seconds
+            seconds = 0.95 * left if search != "known" else min(left, self.task.gate_seconds)
             verdict = self.task.judge(incumbent, candidate, seconds)
             self._say(f"{'accepted' if verdict.accepted else 'refused'}: {verdict.reason}")
             session.verdicts.append(
@@ -341,6 +342,7 @@ class Pilot:
                     "incumbent": incumbent.to_json(),
                     "search": search,
                     "measured": math.exp(measured),
+                    "in_time": verdict.accepted or verdict.seconds < 0.9 * seconds,
                     "verdict": verdict.to_json(),
                 }
             )

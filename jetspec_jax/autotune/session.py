@@ -28,7 +28,7 @@ class Session:
         ended: names of the searches that are done, with why they ended.
         known: candidate id -> log speed ratio of patterns tried before any search.
         verdicts: of the gate, in order: {"candidate", "incumbent", "search", "measured",
-            "verdict"}.
+            "in_time", "verdict"}.
         attempts: of external explorers (`external.Attempt.to_json`), in order.
         seconds: spent, over all processes.
         done: the run came to its end.
@@ -45,11 +45,14 @@ class Session:
     done: bool = False
 
     def judged(self, candidate: Candidate, against: Candidate) -> bool:
-        """Whether the gate has spoken about a candidate against that incumbent in this run."""
+        """Whether the gate has spoken about a candidate against that incumbent in this run. Where
+        its time ended before its work did, it has not.
+        """
         pair = (candidate.id, against.id)
         return any(
             (Candidate.from_json(v["candidate"]).id, Candidate.from_json(v["incumbent"]).id) == pair
             for v in self.verdicts
+            if v["in_time"]
         )
 
     def accepted(self) -> list[dict[str, Any]]:

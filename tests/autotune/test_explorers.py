@@ -68,5 +68,5 @@ def test_it_begins_with_what_memory_knows_and_single_moves() -> None:
     assert here | {"policy.first_credit": 0.3} in first
     ordered = Knob("spec.budget", "choice", 24, choices=(2, 8, 24, 48))
     assert [f["spec.budget"] for f in explorers.first([ordered], Candidate(), [])] == [8, 48]
-    edge = Knob("spec.depth", "int", 7, low=1, high=7)
-    assert [f["spec.depth"] for f in explorers.first([edge], Candidate(), [])] == [6]
+    edge = Knob("spec.head_depth", "int", 7, low=1, high=7)
+    assert [f["spec.head_depth"] for f in explorers.first([edge], Candidate(), [])] == [6]

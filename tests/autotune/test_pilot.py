@@ -132,15 +132,15 @@ def test_patterns_of_memory_go_first_and_pass_the_gate_again(
 def test_wrong_tokens_are_remembered_and_not_tried_again(
     workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "wrong", staticmethod(lambda p: p.get("spec.width") == 7))
+    monkeypatch.setattr(workers, "wrong", staticmethod(lambda p: p.get("spec.width") == 4))
     pilot(tmp_path, trials=3).run(["tree"])
     (bad,) = Memory(tmp_path / "memory.db").rejected(KEY)
-    assert bad.candidate.params == {"spec.width": 7} and bad.counter_example is not None
+    assert bad.candidate.params == {"spec.width": 4} and bad.counter_example is not None
     workers.started.clear()
     (tmp_path / "search.db").unlink()
     pilot(tmp_path, trials=3).run(["tree"])
     asked = [p for w in workers.started for p in w.asked]
-    assert asked and all(p.get("spec.width") != 7 for p in asked)
+    assert asked and all(p.get("spec.width") != 4 for p in asked)
 
 
 @pytest.mark.parametrize("fatal", [3, 40, 150])

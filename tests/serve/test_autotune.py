@@ -14,7 +14,6 @@ from jetspec_jax.autotune.candidate import Candidate
 from jetspec_jax.autotune.memory import Memory, Pattern
 from jetspec_jax.autotune.prompts import Prompt
 from serve import autotune, autotune_run, autotune_survey
-from tests.autotune.conftest import workers  # noqa: F401 - a fixture
 from tests.autotune.fakes import KEY, SPACE, FakeWorker, compose, verdict
 from tests.serve.conftest import Run
 
@@ -65,11 +64,31 @@ def test_the_last_line_says_what_came_of_it(
         "session.json",
         "survey.json",
     }
+    # an entry for serve.generate --tuned
+    from jetspec_jax.autotune import tuned
+
+    ((_, entry),) = tuned.readable(out, pytest.fail)
+    assert dict(entry.params) == last["params"] and entry.key == KEY
     # the next run starts from there, and says so
     again = run(
         autotune.main, *BASE, "--out", str(out), "--trials", "3", "--explorer", "builtin:tree"
     )
     assert again.last["start"] == last["params"]
+
+
+def test_apply_installs_the_entry(
+    made_up: type[FakeWorker], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setattr("jetspec_jax.autotune.tuned.tuned_home", lambda: home)
+    argv = ("--out", str(tmp_path / "o"), "--explorer", "builtin:tree")
+    got = run(autotune.main, *BASE, *argv, "--trials", "6", "--apply")
+    assert got.code == 0 and "installed " in got.err and len(list(home.iterdir())) == 1
+    again = run(autotune.main, "--out", str(tmp_path / "o"), "--apply", "--json")
+    assert again.code == 0 and Path(again.last["installed"]).parent == home
+    (tmp_path / "empty").mkdir()
+    nothing = run(autotune.main, "--out", str(tmp_path / "empty"), "--apply")
+    assert nothing.code == 1 and "no run was made there" in nothing.error
 
 
 def test_nothing_found_is_said_and_is_no_failure(
