@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from jetspec_jax.config import EngineConfig, SamplingParams, SpecConfig
+from jetspec_jax.config import EngineConfig, PolicyConfig, SamplingParams, SpecConfig
 from jetspec_jax.errors import JetSpecError
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ __all__ = [
     "EngineConfig",
     "GenerationResult",
     "JetSpecError",
+    "PolicyConfig",
     "SamplingParams",
     "SpecConfig",
     "StreamChunk",

@@ -17,6 +17,7 @@ SPEC_MODES = ("auto", "tree", "chain", "off")
 DRAFTERS = ("head", "lookup", "hybrid", "none")
 SCRIPTED = "scripted"  # a test double (testing.py): drafts given tokens
 BUILDERS = ("exact", "chain", "accum_logp", "top2gap", "depth_rank_histogram")
+MAX_LOSS = 1e12  # plain steps: more than a cost table holds for what must never be chosen
 MAX_BUDGET = 256  # tree nodes; the published systems go no further
 NUMERICS = ("fast", "bitwise")
 KERNELS = ("auto", "cpu", "gpu", "xla")
@@ -40,7 +41,23 @@ class _FromMapping:
                 near = difflib.get_close_matches(key, names, 1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(names)}"
                 raise ConfigError(f"unknown key {key!r} in {cls.__name__}; {hint}")
-        return cls(**values)
+        made = cls(**values)
+        # no field: it is not part of what a config is, and a changed copy does not inherit it
+        object.__setattr__(made, "_given", frozenset(values))
+        return made
+
+
+def explicit(config: Any) -> frozenset[str]:
+    """Names of fields that somebody asked for: those that `from_mapping` got, also where they say
+    the default, and those that differ from the default.
+    """
+    given = getattr(config, "_given", frozenset())
+    changed = {
+        f.name
+        for f in dataclasses.fields(config)
+        if f.default is not dataclasses.MISSING and getattr(config, f.name) != f.default
+    }
+    return frozenset(given | changed)
 
 
 def _one_of(owner: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
@@ -186,9 +203,59 @@ class DraftConfig(_FromMapping):
         return self.draft_vocab_size or self.vocab_size
 
 
+def _between(owner: str, name: str, value: Any, low: float, high: float) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number and low <= value <= high):
+        raise ConfigError(
+            f"{owner}.{name}={value!r} is out of range; give a number from {low} to {high}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyConfig(_FromMapping):
+    """When drafting pays (`policy`, mode auto). Values are data of the compiled program: another
+    value compiles nothing. Times are in plain steps.
+    """
+
+    first_pause: int = 4  # rounds without drafting after it did not pay
+    longest_pause: int = 16  # rounds; a pause doubles up to here while drafting goes on failing
+    decay: float = 0.9  # of the running gain, per drafted round: it remembers 1 / (1 - decay)
+    first_credit: float = 0.15  # running gain that a sequence starts with
+    later_credit: float = 0.03  # running gain after a pause
+    trust_decay: float = 0.9  # of the running ratio of accepted to promised tokens
+    trust_low: float = 0.25
+    trust_high: float = 2.0
+    # A sequence never loses more time against plain decoding than first_loss plain steps and
+    # loss_share of its tokens; what drafting gained before counts too, up to most_loss.
+    first_loss: float = 4.0
+    loss_share: float = 0.015
+    most_loss: float = 6.0
+    # What earlier requests of an engine left of their allowance moves first_loss of the next, by
+    # this weight, not below least_loss.
+    memory: float = 0.5
+    least_loss: float = 1.5
+
+    def __post_init__(self) -> None:
+        name = "PolicyConfig"
+        _at_least(name, "first_pause", self.first_pause, 0)
+        _at_least(name, "longest_pause", self.longest_pause, self.first_pause)
+        for field in ("decay", "trust_decay", "memory", "loss_share"):
+            _between(name, field, getattr(self, field), 0.0, 1.0)
+        for field in ("first_credit", "later_credit"):
+            _between(name, field, getattr(self, field), 0.0, 1_000.0)
+        _between(name, "trust_low", self.trust_low, 0.0, 1_000.0)
+        _between(name, "trust_high", self.trust_high, self.trust_low, 1_000.0)
+        _between(name, "least_loss", self.least_loss, 0.0, MAX_LOSS)
+        _between(name, "first_loss", self.first_loss, self.least_loss, MAX_LOSS)
+        _between(name, "most_loss", self.most_loss, self.first_loss, MAX_LOSS)
+
+
 @dataclasses.dataclass(frozen=True)
 class SpecConfig(_FromMapping):
-    """What to speculate with. `None` means: take the drafter's or the device's own best value."""
+    """What to speculate with. `None` means: take the drafter's or the device's own best value.
+
+    A `policy` given as a mapping (a table of a config file) becomes a PolicyConfig.
+    """
 
     mode: str = "auto"  # auto | tree | chain | off
     drafter: str | None = (
@@ -199,6 +266,7 @@ class SpecConfig(_FromMapping):
     head_depth: int | None = None  # depths drafted by the head (lookup may go on to `depth`);
     # None: all where depth, mode or drafter ask for trees of their own, else the device's best
     width: int = 8  # candidates kept per depth
+    path_head: bool = True  # score a candidate under its parent, where the head has learnt to
     builder: str = "exact"
     lookup_ngram: int = 3  # longest n-gram that prompt lookup matches
     lookup_branches: int = 2  # continuations that prompt lookup offers
@@ -208,12 +276,24 @@ class SpecConfig(_FromMapping):
         None  # depth x rank acceptance, for depth_rank_histogram
     )
     histogram_threshold: float = 0.02
+    policy: PolicyConfig = PolicyConfig()  # data, not part of a compiled program
 
     def __post_init__(self) -> None:
+        if isinstance(self.policy, Mapping):
+            object.__setattr__(self, "policy", PolicyConfig.from_mapping(self.policy))
+        if not isinstance(self.policy, PolicyConfig):
+            raise ConfigError(
+                f"SpecConfig.policy={self.policy!r} is no PolicyConfig and no mapping; "
+                "give one of them"
+            )
         _one_of("SpecConfig", "mode", self.mode, SPEC_MODES)
         if self.drafter is not None:
             _one_of("SpecConfig", "drafter", self.drafter, (*DRAFTERS, SCRIPTED))
         _one_of("SpecConfig", "builder", self.builder, BUILDERS)
+        if not isinstance(self.path_head, bool):
+            raise ConfigError(
+                f"SpecConfig.path_head={self.path_head!r} is no truth value; give true or false"
+            )
         for field, low in (("width", 1), ("lookup_ngram", 1), ("lookup_branches", 1)):
             _at_least("SpecConfig", field, getattr(self, field), low)
         for field in ("budget", "depth", "head_depth"):
@@ -279,6 +359,21 @@ class SamplingParams(_FromMapping):
             )
 
 
+def _pairs(value: Any) -> tuple[tuple[str, int], ...]:
+    """Kernel parameters in the order of their names, from a mapping or from pairs."""
+    pairs = list(value.items() if isinstance(value, Mapping) else value)
+    for pair in pairs:
+        name, number = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (pair, None)
+        if not isinstance(name, str) or isinstance(number, bool) or not isinstance(number, int):
+            raise ConfigError(
+                f"EngineConfig.kernel_params holds {pair!r}; "
+                'give pairs like ("tree_attention.LEAD", 128)'
+            )
+    if len({name for name, _ in pairs}) < len(pairs):
+        raise ConfigError("EngineConfig.kernel_params names a parameter twice; give it once")
+    return tuple(sorted((name, number) for name, number in pairs))
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineConfig(_FromMapping):
     """Sizes and numerics of an engine; these fix which programs are compiled.
@@ -295,6 +390,10 @@ class EngineConfig(_FromMapping):
     "float", sums of float32 products, "integer", exact integer sums of every 32 inputs, which make
     several rows cheaper, or "auto", integer where the CPU has AVX-512 VNNI. Logits differ in their
     last bits; both are as close to exact sums, and both give plain and tree decoding equal bits.
+
+    `kernel_params` are values of kernel parameters (`pallas_kernels.parameters`), as pairs of
+    ("<op>.<NAME>", value) or a mapping, e.g. {"tree_attention.LEAD": 128}. Native kernels are
+    compiled anew for a set of values that this machine has not had.
     """
 
     capacity: int | None = (
@@ -309,8 +408,10 @@ class EngineConfig(_FromMapping):
     max_batch: int = 32
     prefill_chunk: int = 64
     attention_chunk: int = 256
+    kernel_params: tuple[tuple[str, int], ...] = ()  # by name; names are checked at load
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "kernel_params", _pairs(self.kernel_params))
         _one_of("EngineConfig", "dtype", self.dtype, DTYPES)
         if self.numerics is not None:
             _one_of("EngineConfig", "numerics", self.numerics, NUMERICS)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetspec_jax.config import SamplingParams
+from jetspec_jax.config import MAX_LOSS, PolicyConfig, SamplingParams
 from jetspec_jax.plan import RoundPlan
 from jetspec_jax.policy import Costs, fresh_control
 from jetspec_jax.programs import cache_home
@@ -35,7 +35,9 @@ _VERSION = 5  # of the file; raise it when rounds change in cost
 _PROMPT, _LEAST_PROMPT = 256, 64
 _ROUNDS, _TURNS = 2, 6
 _LONG_S = 0.1  # rounds this long are timed one at a time
-_NEVER = 1e9
+NEVER = 1e9  # stands in a table for a budget that is not worth timing
+# Drafts in every round that is not paused by `_time` itself, whatever a round costs.
+_FREE = PolicyConfig(first_pause=0, longest_pause=0, first_loss=MAX_LOSS, most_loss=MAX_LOSS)
 
 
 def unmeasured(plan: RoundPlan) -> Costs:
@@ -56,14 +58,14 @@ def measure(llm: LLM, plan: RoundPlan, batch: int) -> dict[str, Any]:
     minimum over the turns is taken. One sequence times every budget (kernels have steps of their
     own, such as groups of 8 rows); a batch, whose rounds are longer, times powers of two and the
     largest, and what lies between is interpolated. A budget that costs more plain steps than it can
-    commit tokens never pays: neither it nor a larger one is timed (`_NEVER`).
+    commit tokens never pays: neither it nor a larger one is timed (`NEVER`).
     """
     count = len(plan.budgets)
     indices = [
         i for i, n in enumerate(plan.budgets) if batch == 1 or not n & (n - 1) or i + 1 == count
     ]
-    tokens = _prompt_tokens(llm.capacity)
-    with llm.session(plan, batch, unmeasured(plan)) as session:
+    tokens = prompt_tokens(llm.capacity)
+    with llm.session(plan, batch, unmeasured(plan), _FREE) as session:
         session.compile(details=False)
         prompt = [int(i) for i in np.arange(tokens) % llm.model_config.vocab_size]
         limit = llm.capacity
@@ -85,7 +87,7 @@ def measure(llm: LLM, plan: RoundPlan, batch: int) -> dict[str, Any]:
         plan.budgets,
         [plan.budgets[i] for i in timed],
         [max(t - draft, 1e-6) for t in timed.values()],
-        right=_NEVER,
+        right=NEVER,
     )
     return {
         "t_plain_s": plain,
@@ -94,19 +96,20 @@ def measure(llm: LLM, plan: RoundPlan, batch: int) -> dict[str, Any]:
     }
 
 
-def _prompt_tokens(capacity: int) -> int:
+def prompt_tokens(capacity: int) -> int:
+    """Cached tokens while costs are measured."""
     return max(_LEAST_PROMPT, min(_PROMPT, capacity // 4))
 
 
 def _forced(index: int, count: int) -> Costs:
-    verify = jnp.where(jnp.arange(count) == index, 1.0, _NEVER).astype(jnp.float32)
+    verify = jnp.where(jnp.arange(count) == index, 1.0, NEVER).astype(jnp.float32)
     return Costs(verify, jnp.zeros((), jnp.float32))
 
 
 def _time(session: Session, table: Costs, rounds: int, tokens: int, *, pause: bool) -> float:
     """Seconds of a round under a forced budget, from the same context length every time."""
     session.params = dataclasses.replace(session.params, costs=table)
-    control = fresh_control()
+    control = fresh_control(session.policy)
     if pause:
         control = dataclasses.replace(control, cooldown=jnp.asarray(1_000, jnp.int32))
     committed = jnp.full_like(session.state.committed, tokens)

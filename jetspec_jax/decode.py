@@ -123,7 +123,7 @@ def _pad_rows(x: Array, rows: int, value: int | float | bool) -> Array:
     return jnp.pad(x, ((0, 0), (0, rows - x.shape[1])), constant_values=value)
 
 
-def _walk(plan: RoundPlan, tree: Tree, choice: Array) -> _Walk:
+def walk_tree(plan: RoundPlan, tree: Tree, choice: Array) -> _Walk:
     """Follows the target's choices [B, N] after the nodes of each tree."""
     result = jax.vmap(functools.partial(accept, depth=plan.depth))(tree, choice)
     emitted = jnp.take_along_axis(choice, result.path, axis=1)
@@ -143,7 +143,7 @@ def _walk_logits(
     if isinstance(weight, KernelWeight) and not plan.sampled and plan.logprobs is None:
         rows = hidden[:, :nodes]
         counts = jnp.full(rows.shape[:1], nodes, jnp.int32)
-        return _walk(plan, tree, verify_head(rows, weight.w, counts).ids)
+        return walk_tree(plan, tree, verify_head(rows, weight.w, counts).ids)
     logits = head_logits(params.target, hidden)[:, :nodes]
     # a choice after the node at position p is the token at position p + 1
     positions = state.cached[:, None] + tree.depth + 1
@@ -152,7 +152,7 @@ def _walk_logits(
         choice = choose(logits, positions, tree.depth, state.sampling, plan.depth, noise)
     else:
         choice = greedy(logits)
-    walk = _walk(plan, tree, choice)
+    walk = walk_tree(plan, tree, choice)
     if plan.logprobs is None:
         return walk
     chosen = jnp.take_along_axis(logits, walk.path[:, :, None], axis=1)
@@ -247,8 +247,22 @@ def verify_ragged(
         walk = lax.switch(index, branches)
     else:
         head = lm_head_weight(params.target)
-        walk = _walk(plan, tree, verify_head(out.hidden, head, counts, implementation="cpu").ids)
+        walk = walk_tree(
+            plan, tree, verify_head(out.hidden, head, counts, implementation="cpu").ids
+        )
     return _Verified(walk, out.new_k, out.new_v, out.taps)
+
+
+def target_verify(
+    plan: RoundPlan, params: EngineParams, state: DecodeState, tree: Tree, index: Array
+) -> _Verified:
+    """The form of verification that the plan's kernels have; arguments as `verify_ragged`."""
+    if plan.numerics.stack:
+        return verify_ragged(plan, params, state, tree, index)
+    if len(plan.budgets) == 1:
+        return verify(plan, params, state, tree, plan.budgets[0])
+    branches = [functools.partial(verify, plan, params, state, tree, n) for n in plan.budgets]
+    return lax.switch(index, branches)
 
 
 def spec_round(
@@ -258,26 +272,19 @@ def spec_round(
     section 1).
     """
     active = state.status == RUNNING
-    draft_now = (
-        jnp.asarray(plan.drafts) & (state.control.cooldown == 0) & jnp.any(active & state.speculate)
-    )
-    tree = draft_tree(plan, params, state, draft_now)
+    draft_now = jnp.asarray(plan.drafts) & jnp.any(active & state.speculate)
     costs: policy.Costs = params.costs
     if len(plan.budgets) > 1:
-        trust = state.control.trust
+        draft_now = draft_now & policy.may_draft(costs, state.control)
+    tree = draft_tree(plan, params, state, draft_now)
+    if len(plan.budgets) > 1:
         index, promised = policy.choose_budget(
-            tree.score, tree.valid, active, plan.budgets, costs, trust
+            tree.score, tree.valid, active, plan.budgets, costs, state.control
         )
         index = jnp.where(draft_now, index, 0)
     else:
         index, promised = jnp.zeros((), jnp.int32), jnp.zeros(())
-    if plan.numerics.stack:
-        done = verify_ragged(plan, params, state, tree, index)
-    elif len(plan.budgets) > 1:
-        branches = [functools.partial(verify, plan, params, state, tree, n) for n in plan.budgets]
-        done = lax.switch(index, branches)
-    else:
-        done = verify(plan, params, state, tree, min(plan.budgets))
+    done = target_verify(plan, params, state, tree, index)
     walk = done.walk
     budget = jnp.asarray(plan.budgets, jnp.int32)[index]
 
@@ -305,6 +312,7 @@ def spec_round(
     if len(plan.budgets) > 1:
         spent = costs.verify[index] + jnp.where(draft_now, costs.draft, 0.0)
         control = policy.update(
+            params.policy,
             control,
             draft_now,
             jnp.where(active, walk.accepted + 1, 0).sum(),

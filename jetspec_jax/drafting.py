@@ -96,7 +96,7 @@ def draft_tree(plan: RoundPlan, params: EngineParams, state: DecodeState, draft_
                 lambda t, n, a, m: lookup_tree(_script(params, t, n, plan.depth), a, nodes, m)
             )(state.tokens, state.committed, anchor, max_depth)
         if plan.uses_head:
-            cands = _head_candidates(plan, params, state, anchor)
+            cands = head_candidates(plan, params, state, anchor)
             if plan.numerics.gpu and spec.builder == "exact":
                 tree = build_exact(cands, anchor, budget=nodes, max_depth=max_depth)
             else:
@@ -135,7 +135,7 @@ def _script(params: EngineParams, tokens: Array, committed: Array, depth: int) -
     )
 
 
-def _head_candidates(
+def head_candidates(
     plan: RoundPlan, params: EngineParams, state: DecodeState, anchor: Array
 ) -> Candidates:
     """One causal parallel forward of the head on [anchor, MASK, ...] -> candidates per depth,

@@ -13,34 +13,39 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetspec_jax import costs, drafter
+from jetspec_jax.autotune.key import key_of
+from jetspec_jax.autotune.lookup import Choice, Lookup, Tuned
 from jetspec_jax.cache import KVCache, alloc
 from jetspec_jax.config import (
     SCRIPTED,
     DraftConfig,
     EngineConfig,
     ModelConfig,
+    PolicyConfig,
     SamplingParams,
     SpecConfig,
 )
-from jetspec_jax.errors import ConfigError, InputError
+from jetspec_jax.errors import ConfigError, InputError, JetSpecError
 from jetspec_jax.loading import (
     Head,
     Target,
     bundled_head_path,
     load_head,
     load_target,
+    resolve_kernels,
     weight_arithmetic,
     weight_formats,
 )
 from jetspec_jax.models.decoder import Numerics, takes_stack
 from jetspec_jax.numerics.probe import ProbeReport, probe
 from jetspec_jax.plan import RoundPlan
-from jetspec_jax.policy import Costs
+from jetspec_jax.policy import Costs, knobs
 from jetspec_jax.programs import Programs
 from jetspec_jax.request import Request, check_prompt, round_trace
 from jetspec_jax.results import GenerationResult, StreamChunk, Timings
 from jetspec_jax.session import MAX_STOP_IDS, Session, new_state
 from jetspec_jax.state import RUNNING, EngineParams
+from pallas_kernels import parameters
 
 # Node counts that the automatic budget chooses from. With the native decoder stack rows are data:
 # one program serves all of them, so the steps are fine. Else each count is a branch of the program.
@@ -70,7 +75,12 @@ class LLM:
             bundled one.
         spec: default speculation settings.
         engine: sizes and numerics.
-        progress: gets one line per slow step (loading, compiling).
+        progress: gets one line per slow step (loading, compiling), and what was tuned.
+        tuned: where tuned entries lie (`autotune.tuned`): None for the user's cache folder and
+            those that are shipped, "off" for the heuristic, a folder, or one file. What `spec` and
+            `engine` say explicitly wins.
+        batch: sequences decoded together for which kernels and numerics are looked up. Trees and
+            policies are looked up for every batch that comes.
 
     Raises:
         ModelFileError, ConfigError, KernelError: in one line what is wrong and what to do.
@@ -84,18 +94,14 @@ class LLM:
         spec: SpecConfig | None = None,
         engine: EngineConfig | None = None,
         progress: Callable[[str], None] | None = None,
+        tuned: str | Path | None = None,
+        batch: int = 1,
     ) -> None:
         started = time.perf_counter()
         engine, say = engine or EngineConfig(), progress or (lambda _: None)
-        target = load_target(model, engine, say)
-        if draft is None and target.bundled:
-            draft = bundled_head_path()
-        head = (
-            load_head(draft, target, engine, say)
-            if draft is not None and str(draft) != "none"
-            else None
-        )
-        self._setup(target, head, spec, engine, say)
+        lookup = Lookup(tuned, say)
+        self._setup(*_open(model, draft, engine, say), spec, engine, say)
+        self._tune(lookup, engine, lambda other: _open(model, draft, other, say), batch)
         self.load_s = time.perf_counter() - started
 
     @classmethod
@@ -107,10 +113,16 @@ class LLM:
         spec: SpecConfig | None = None,
         engine: EngineConfig | None = None,
         progress: Callable[[str], None] | None = None,
+        tuned: str | Path | None = "off",
+        batch: int = 1,
     ) -> LLM:
-        """An engine from parts that are loaded already (tests, training)."""
+        """An engine from parts that are loaded already (tests, training). What a tuned entry says
+        of weights and arithmetic is then not used: the parts are what they are.
+        """
         self = cls.__new__(cls)
-        self._setup(target, head, spec, engine or EngineConfig(), progress or (lambda _: None))
+        engine, say = engine or EngineConfig(), progress or (lambda _: None)
+        self._setup(target, head, spec, engine, say)
+        self._tune(Lookup(tuned, say), engine, None, batch)
         self.load_s = 0.0
         return self
 
@@ -148,20 +160,61 @@ class LLM:
         self.programs = Programs(say)
         self._caches: dict[tuple[str, int], KVCache] = {}
         self._costs: dict[tuple[RoundPlan, int], Costs] = {}
+        # what requests so far left of what drafting may lose (policy.next_allowance)
+        self._allowances: dict[tuple[RoundPlan, int, PolicyConfig | None], float] = {}
         self.probed: dict[
             tuple[int, ...], ProbeReport
         ] = {}  # with bitwise numerics: what was found, by budgets
         self.script: Any = None  # see EngineParams; set by testing.script
-        self.spec = self.resolve(spec or SpecConfig())
+        self._given, self._tuned = spec or SpecConfig(), Tuned()
+        self.spec = self.resolve(self._given)
+
+    def _tune(
+        self,
+        lookup: Lookup,
+        engine: EngineConfig,
+        load: Callable[[EngineConfig], tuple[Target, Head | None]] | None,
+        batch: int,
+    ) -> None:
+        """Puts a tuned entry in: first what the engine is, then what it speculates with."""
+        loaded = ("weights", "draft_weights", "arithmetic")
+        tuned = Tuned(lookup, engine, lambda: key_of(self, 1, self.capacity), self._say)
+        wanted = tuned.engine(self._given, _bucket(batch))
+        if load is None:  # the parts are what they are
+            wanted = dataclasses.replace(wanted, **{n: getattr(engine, n) for n in loaded})
+        if wanted.kernel_params != engine.kernel_params:
+            try:
+                resolve_kernels(wanted)  # builds them
+            except JetSpecError as error:
+                self._say(f"kernels of the tuned entry not used: {error}")
+                wanted = dataclasses.replace(wanted, kernel_params=engine.kernel_params)
+        if wanted != engine:
+            parts = self._target, self._head
+            if load is not None and any(getattr(wanted, n) != getattr(engine, n) for n in loaded):
+                del self._target, self._head, parts  # not both in memory
+                parts = load(wanted)
+            self._setup(*parts, self._given, wanted, self._say)
+        self._tuned = tuned
+        self.spec = self.resolve(self._given, batch)
+
+    @property
+    def tuned(self) -> Choice:
+        """What the engine started with: a tuned entry or the heuristic, and why."""
+        return self._tuned.chosen
 
     # ---- settings --------------------------------------------------------------------------------
 
-    def resolve(self, spec: SpecConfig) -> SpecConfig:
-        """Fills what `spec` leaves open, and refuses what cannot be honoured.
+    def resolve(self, spec: SpecConfig, batch: int = 1) -> SpecConfig:
+        """Fills what `spec` leaves open, and refuses what cannot be honoured. What a tuned entry
+        for `batch` sequences says comes first, then the heuristic.
 
         Raises:
             ConfigError: a head that is not loaded, or settings that contradict each other.
         """
+        return self._tuned.resolve(spec, _bucket(batch), self._resolve)
+
+    def _resolve(self, spec: SpecConfig) -> SpecConfig:
+        """The same without tuned entries."""
         head = self.draft_config
         kind = spec.drafter or ("hybrid" if head is not None else "lookup")
         if spec.mode == "off":
@@ -233,8 +286,9 @@ class LLM:
         bitwise = self.bitwise
         return RoundPlan(
             model=self.model_config,
-            head=self.draft_config if spec.drafter in ("head", "hybrid") else None,
-            spec=spec,
+            head=self._planned_head(spec),
+            # the policy is data: specs that differ in it share a program and a cost table
+            spec=dataclasses.replace(spec, policy=PolicyConfig()),
             budgets=self.budgets(spec),
             depth=(spec.depth or 0) if spec.enabled else 0,
             # XLA's row bits change with the number of rows: every forward of this engine then has
@@ -248,10 +302,18 @@ class LLM:
                 stack=self._stack,
                 head=self._native_head,
                 attention_chunk=self.engine.attention_chunk,
+                kernel_params=self.engine.kernel_params,
             ),
             sampled=any(s.temperature > 0 for s in sampling),
             logprobs=max(logprobs) if logprobs else None,
         )
+
+    def _planned_head(self, spec: SpecConfig) -> DraftConfig | None:
+        """The head as rounds under a resolved `spec` use it."""
+        head = self.draft_config if spec.drafter in ("head", "hybrid") else None
+        if head is None or spec.path_head:
+            return head
+        return dataclasses.replace(head, path_head="none", path_rank=0)
 
     def plan(self) -> dict[str, Any]:
         """What would run: resolved settings, memory in bytes, kernels."""
@@ -273,6 +335,8 @@ class LLM:
             "capacity": self.capacity,
             "spec": dataclasses.asdict(self.spec),
             "budgets": list(plan.budgets),
+            "tuned": self.tuned.to_json(),
+            "kernel_params": dict(self.engine.kernel_params),
             "memory": {
                 "target_bytes": self._target.nbytes,
                 "draft_bytes": 0 if head is None else head.nbytes,
@@ -292,19 +356,22 @@ class LLM:
             return kept
         cfg: Any = self.model_config if kind == "target" else self.draft_config
         dtype = jnp.dtype(self.engine.dtype)
-        return alloc(
-            cfg.num_layers,
-            batch,
-            cfg.num_kv_heads,
-            self._allocated(),
-            cfg.head_dim,
-            dtype,
-            # the drafter's context is read by XLA where the head is not native
-            native=self._stack if kind == "target" else self._native_head,
-        )
+        with parameters.using(self.engine.kernel_params):
+            return alloc(
+                cfg.num_layers,
+                batch,
+                cfg.num_kv_heads,
+                self._allocated(),
+                cfg.head_dim,
+                dtype,
+                # the drafter's context is read by XLA where the head is not native
+                native=self._stack if kind == "target" else self._native_head,
+            )
 
-    def params_for(self, plan: RoundPlan, table: Costs | None = None) -> EngineParams:
-        """Arrays that the programs of `plan` read."""
+    def params_for(
+        self, plan: RoundPlan, table: Costs | None = None, policy: PolicyConfig | None = None
+    ) -> EngineParams:
+        """Arrays that the programs of `plan` read; `policy`: None for the default."""
         head = self._head if plan.head is not None else None
         return EngineParams(
             target=self._target.params,
@@ -312,21 +379,37 @@ class LLM:
             draft_lm=head.lm_rows if head is not None else None,
             draft_ids=head.ids if head is not None else None,
             costs=table if table is not None else costs.unmeasured(plan),
+            policy=knobs(policy or PolicyConfig()),
             script=self.script if plan.spec.drafter == SCRIPTED else None,
         )
 
     @contextlib.contextmanager
-    def session(self, plan: RoundPlan, batch: int, table: Costs | None = None) -> Iterator[Session]:
-        """Slots that run `plan`; the caches are lent to the session and come back at its end."""
-        states = []
+    def session(
+        self,
+        plan: RoundPlan,
+        batch: int,
+        table: Costs | None = None,
+        policy: PolicyConfig | None = None,
+    ) -> Iterator[Session]:
+        """Slots that run `plan`; the caches are lent to the session and come back at its end.
+
+        Args:
+            plan, batch: which programs.
+            table: measured costs, None where there is nothing to choose.
+            policy: None for the default.
+        """
+        states, key = [], (plan, batch, policy)
+        allowance = self._allowances.get(key)
         for rows in (batch,) if batch == 1 else (batch, 1):
             context = self._take_cache("draft", rows) if plan.head is not None else None
-            states.append(new_state(plan, rows, self._take_cache("target", rows), context))
-        session = Session(
-            self.programs, plan, self.params_for(plan, table), *states, *[None] * (2 - len(states))
-        )
+            cache = self._take_cache("target", rows)
+            states.append(new_state(plan, rows, cache, context, policy, allowance))
+        params = self.params_for(plan, table, policy)
+        one = states[1] if len(states) > 1 else None
+        session = Session(self.programs, plan, params, states[0], one, policy, allowance)
         try:
             yield session
+            self._allowances[key] = session.learn()
         finally:
             for state in session.states():
                 rows = state.tokens.shape[0]
@@ -342,7 +425,7 @@ class LLM:
         """Whether node logits equal plain decoding's, bit for bit, with the shapes that `spec` runs
         on this device.
         """
-        plan = self.plan_for(self.resolve(spec) if spec is not None else self.spec)
+        plan = self.plan_for(self.resolve(spec or self._given))
         return probe(plan, self._target.params, dtype=jnp.dtype(self.engine.dtype))
 
     def _table(self, plan: RoundPlan, batch: int) -> Costs | None:
@@ -375,7 +458,7 @@ class LLM:
         costs; returns seconds of compilation.
         """
         before = self.programs.seconds
-        plan = self.plan_for(self.resolve(spec) if spec is not None else self.spec, sampling)
+        plan = self.plan_for(self.resolve(spec or self._given, batch), sampling)
         batch = _bucket(batch)
         table = self._table(plan, batch)
         with self.session(plan, batch, table) as session:
@@ -384,7 +467,7 @@ class LLM:
 
     def measure_costs(self, batch: int = 1, spec: SpecConfig | None = None) -> dict[str, Any]:
         """Seconds of a plain step, of verification by budget, and of drafting, measured now."""
-        plan = self.plan_for(self.resolve(spec) if spec is not None else self.spec)
+        plan = self.plan_for(self.resolve(spec or self._given, batch))
         return costs.measure(self, plan, _bucket(batch))
 
     # ---- requests --------------------------------------------------------------------------------
@@ -479,13 +562,13 @@ class LLM:
         request = self._request(prompt, sampling or SamplingParams(), trace)
         # not a generator itself: a request that cannot be served is refused here, not at the first
         # chunk
-        return self._stream(request, self.resolve(spec) if spec is not None else self.spec)
+        return self._stream(request, self.resolve(spec or self._given))
 
     def _stream(self, request: Request, spec: SpecConfig) -> Iterator[StreamChunk]:
         plan = self.plan_for(spec, [request.sampling])
         compiled = self.programs.seconds
         table = self._table(plan, 1)
-        with self.session(plan, 1, table) as session:
+        with self.session(plan, 1, table, spec.policy) as session:
             details = _details(request)
             session.compile(details=details)
             compile_s, first = self.programs.seconds - compiled, None
@@ -531,15 +614,15 @@ class LLM:
                 " prompt"
             )
         requests = [self._request(p, s, trace) for p, s in zip(prompts, each, strict=True)]
-        resolved = self.resolve(spec) if spec is not None else self.spec
-        plan = self.plan_for(resolved, each)
         batch = _bucket(group or min(len(requests), self.engine.max_batch))
+        resolved = self.resolve(spec or self._given, batch)
+        plan = self.plan_for(resolved, each)
         compiled = self.programs.seconds
         table = self._table(plan, batch)
         results: list[GenerationResult | None] = [None] * len(requests)
         slots: list[int | None] = [None] * batch
         queue = iter(range(len(requests)))
-        with self.session(plan, batch, table) as session:
+        with self.session(plan, batch, table, resolved.policy) as session:
             # both where both are asked for: once the detailed requests have ended, the rest runs
             # without
             for details in sorted({_details(r) for r in requests}):
@@ -580,6 +663,21 @@ class LLM:
                         results[index] = requests[index].result(timings, session.stats(slot))
                         slots[slot] = None
         return [r for r in results if r is not None]
+
+
+def _open(
+    model: str | Path | None,
+    draft: str | Path | None,
+    engine: EngineConfig,
+    say: Callable[[str], None],
+) -> tuple[Target, Head | None]:
+    """The parts of an engine from their files; arguments and errors as those of `LLM`."""
+    target = load_target(model, engine, say)
+    if draft is None and target.bundled:
+        draft = bundled_head_path()
+    if draft is None or str(draft) == "none":
+        return target, None
+    return target, load_head(draft, target, engine, say)
 
 
 def _bucket(batch: int) -> int:

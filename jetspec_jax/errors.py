@@ -29,3 +29,11 @@ class ModelFileError(JetSpecError):
 
 class KernelError(JetSpecError):
     """An explicitly requested kernel implementation that is not available here."""
+
+
+class WorkerError(JetSpecError):
+    """A process that was started to measure or check ended, hung, or answered nonsense."""
+
+
+class TokensDiffer(JetSpecError):
+    """A configuration under test wrote another token than the reference."""

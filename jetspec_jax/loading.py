@@ -32,7 +32,7 @@ from jetspec_jax.weights import (
     resolve_model,
 )
 from jetspec_jax.weights.packed import Packer
-from pallas_kernels import dispatch, native, triton_call
+from pallas_kernels import dispatch, native, parameters, triton_call
 from pallas_kernels import row_invariant_matmul as rim
 from pallas_kernels.row_invariant_matmul.specs import Arithmetic
 
@@ -90,9 +90,35 @@ def resolve_kernels(engine: EngineConfig) -> str:
     """What `engine.kernels` means here: "cpu" (native), "gpu" (Pallas or Triton) or "xla".
 
     Raises:
-        ConfigError: kernels asked for in a dtype they are not wired for.
-        KernelError: kernels asked for, and they cannot be built or run here.
+        ConfigError: kernels asked for in a dtype they are not wired for, or kernel parameters that
+            are unknown or of kernels that do not run here.
+        KernelError: kernels asked for, and they cannot be built or run here; or kernels that the
+            compiler refuses with these parameters.
     """
+    if not engine.kernel_params:
+        return _resolve_kernels(engine)
+    try:
+        values = parameters.check(dict(engine.kernel_params))
+    except parameters.ParameterError as err:
+        raise ConfigError(str(err)) from err
+    with parameters.using(values):
+        if engine.dtype == "float32" and engine.kernels != "xla":
+            try:
+                native.library()  # never XLA in silence where parameters of kernels are given
+            except native.KernelError as err:
+                raise KernelError(f"kernel_params {dict(values)}: {err}") from err
+        kernels = _resolve_kernels(engine)
+    for name, _ in values:
+        needed = "cpu" if parameters.is_build(name) else "gpu"
+        if kernels != needed:
+            raise ConfigError(
+                f"kernel parameter {name!r} is of the {needed} kernels, and kernels={kernels!r} "
+                "run here; drop it"
+            )
+    return kernels
+
+
+def _resolve_kernels(engine: EngineConfig) -> str:
     if engine.kernels == "gpu" and engine.dtype != "bfloat16":
         raise ConfigError(
             f"kernels='gpu' multiply bfloat16, not {engine.dtype}; give dtype bfloat16"
@@ -221,7 +247,13 @@ def load_target(
         KernelError: `engine.kernels="cpu"` where the native kernels cannot be built.
         ConfigError: `engine.arithmetic="integer"` where nothing can be multiplied so.
     """
-    say = progress or (lambda _: None)
+    with parameters.using(engine.kernel_params):
+        return _load_target(model, engine, progress or (lambda _: None))
+
+
+def _load_target(
+    model: str | Path | None, engine: EngineConfig, say: Callable[[str], None]
+) -> Target:
     path = bundled_model_path() if model is None else model
     source = open_source(path)
     config = source.config()
@@ -280,7 +312,13 @@ def load_head(
     Raises:
         ModelFileError: damaged files, or a head of another target.
     """
-    say = progress or (lambda _: None)
+    with parameters.using(engine.kernel_params):
+        return _load_head(path, target, engine, progress or (lambda _: None))
+
+
+def _load_head(
+    path: str | Path, target: Target, engine: EngineConfig, say: Callable[[str], None]
+) -> Head:
     folder = resolve_model(path, "a draft head's directory (config.json + safetensors)")
     say(f"loading draft head from {folder}")
     pack = None

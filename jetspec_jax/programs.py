@@ -27,7 +27,7 @@ from jetspec_jax.decode import prefill, run_rounds, spec_round
 from jetspec_jax.plan import RoundPlan
 from jetspec_jax.state import DecodeState
 from jetspec_jax.typing import Array
-from pallas_kernels import native
+from pallas_kernels import native, parameters
 
 
 def cache_home() -> Path:
@@ -142,18 +142,23 @@ class Programs:
         found = self._compiled.get(key)
         if found is None:
             started = time.perf_counter()
-            path = None
-            if self._store is not None:
-                path = self._store.path(name, plan, batch, args)
-                found = self._store.load(path, plan.numerics.native)
-            if found is None:
-                budgets = "/".join(map(str, plan.budgets))
-                self._say(f"compiling {name} (batch {batch}, budgets {budgets}) ...")
-                found = self._functions(name, plan).lower(*args).compile()
-                if self._store is not None and path is not None:
-                    self._store.save(path, found)
+            with parameters.using(plan.numerics.kernel_params):
+                found = self._load_or_compile(name, plan, batch, args)
             self._compiled[key] = found
             self.seconds += time.perf_counter() - started
+        return found
+
+    def _load_or_compile(self, name: str, plan: RoundPlan, batch: int, args: Any) -> Any:
+        path = found = None
+        if self._store is not None:
+            path = self._store.path(name, plan, batch, args)
+            found = self._store.load(path, plan.numerics.native)
+        if found is None:
+            budgets = "/".join(map(str, plan.budgets))
+            self._say(f"compiling {name} (batch {batch}, budgets {budgets}) ...")
+            found = self._functions(name, plan).lower(*args).compile()
+            if self._store is not None and path is not None:
+                self._store.save(path, found)
         return found
 
     @staticmethod

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetspec_jax.cache import KVCache
-from jetspec_jax.config import SamplingParams
+from jetspec_jax.config import PolicyConfig, SamplingParams
 from jetspec_jax.plan import RoundPlan
-from jetspec_jax.policy import fresh_control
+from jetspec_jax.policy import fresh_control, next_allowance
 from jetspec_jax.programs import Programs, int32
 from jetspec_jax.sampling import sampling_state
 from jetspec_jax.state import (
@@ -28,7 +28,14 @@ from jetspec_jax.stats import SpecStats
 MAX_STOP_IDS = 16
 
 
-def new_state(plan: RoundPlan, batch: int, cache: KVCache, context: KVCache | None) -> DecodeState:
+def new_state(
+    plan: RoundPlan,
+    batch: int,
+    cache: KVCache,
+    context: KVCache | None,
+    policy: PolicyConfig | None = None,
+    allowance: float | None = None,
+) -> DecodeState:
     """All slots idle; cache contents are kept, but nothing of them is live."""
     size = cache.allocated
     return DecodeState(
@@ -44,7 +51,7 @@ def new_state(plan: RoundPlan, batch: int, cache: KVCache, context: KVCache | No
         cache=cache,
         context=context,
         counters=empty_counters(batch, plan.depth, len(plan.budgets)),
-        control=fresh_control(),
+        control=fresh_control(policy or PolicyConfig(), allowance),
     )
 
 
@@ -60,6 +67,8 @@ class Session:
         params: EngineParams,
         state: DecodeState,
         one: DecodeState | None,
+        policy: PolicyConfig | None = None,
+        allowance: float | None = None,
     ) -> None:
         self.programs, self.plan, self.params, self.state, self._one = (
             programs,
@@ -68,13 +77,25 @@ class Session:
             state,
             one,
         )
+        self.policy = policy or PolicyConfig()
+        # plain steps that the next sequence may lose by drafting
+        self.allowance = self.policy.first_loss if allowance is None else allowance
         self.batch = state.tokens.shape[0]
         self.prefill_s = self.decode_s = 0.0
         self.rounds = 0  # asked for, over all calls
+        self._learnt = 0  # of them, rounds that `allowance` has seen
 
     def states(self) -> list[DecodeState]:
         """The states whose caches the engine lent."""
         return [self.state] if self._one is None else [self.state, self._one]
+
+    def learn(self) -> float:
+        """The allowance after the rounds since the last call (`policy.next_allowance`)."""
+        if self.rounds > self._learnt and len(self.plan.budgets) > 1:
+            left = float(self.state.control.allowance)
+            self.allowance = next_allowance(self.policy, self.allowance, left)
+        self._learnt = self.rounds
+        return self.allowance
 
     def compile(self, *, details: bool) -> None:
         """Builds the programs this session needs, before any clock runs."""
@@ -97,6 +118,10 @@ class Session:
         """Prefills a prompt and puts it into an idle slot."""
         started = time.perf_counter()
         first = self.state if self._one is None else self._one
+        # several sequences share one control, which lives as long as the session
+        control = first.control
+        if self._one is None:
+            control = fresh_control(self.policy, self.learn())
         tokens = np.zeros(first.tokens.shape, np.int32)
         tokens[0, : len(ids)] = ids
         padded = np.full((1, MAX_STOP_IDS), -1, np.int32)
@@ -113,7 +138,7 @@ class Session:
             stop_ids=jnp.asarray(padded),
             sampling=sampling_state([sampling]),
             counters=empty_counters(1, self.plan.depth, len(self.plan.budgets)),
-            control=fresh_control() if self._one is None else first.control,
+            control=control,
         )
         ready = self.programs.get("prefill", self.plan, 1, self.params, ready)(self.params, ready)
         if self._one is None:

@@ -23,6 +23,7 @@ class EngineParams:
             not reduced).
         draft_ids: [Vd] int32, vocabulary ids of those rows; None when not reduced.
         costs: budget costs, see `policy.Costs`.
+        policy: see `policy.Knobs`; None where a round has one budget only.
         script: [V, R, S] int32, only with the scripted test drafter: continuations by absolute
             position (-1: none) of the prompt whose first id is the index.
     """
@@ -32,6 +33,7 @@ class EngineParams:
     draft_lm: PyTree
     draft_ids: Array | None
     costs: PyTree
+    policy: PyTree = None
     script: Array | None = None
 
 
@@ -55,6 +57,7 @@ class Control:
     cooldown: Array  # [] int32, rounds left without drafting
     pause: Array  # [] int32, length of the next pause
     trust: Array  # [] float32, accepted tokens per expected one, running
+    allowance: Array  # [] float32, plain steps that drafting may still lose
 
 
 @flax.struct.dataclass

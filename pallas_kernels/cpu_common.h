@@ -23,6 +23,16 @@
 
 #include "xla/ffi/api/ffi.h"
 
+// Build parameters (pallas_kernels/threads.py says what they are): choices of speed that change no bit. Every op has
+// its own, beside its code.
+#ifndef JETSPEC_THREADS_SHARE
+#define JETSPEC_THREADS_SHARE 2
+#endif
+#ifndef JETSPEC_THREADS_SPINS
+#define JETSPEC_THREADS_SPINS 4096
+#endif
+static_assert(JETSPEC_THREADS_SHARE >= 1 && JETSPEC_THREADS_SPINS >= 1, "THREADS_SHARE and THREADS_SPINS are at least 1");
+
 namespace jetspec {
 
 namespace ffi = xla::ffi;
@@ -243,7 +253,7 @@ void run_phases(ffi::ThreadPool& pool, std::vector<int> totals, int workers, con
         const int total = totals[phase];
         int begin = counter.next.load(std::memory_order_relaxed);
         while (begin < total) {
-          const int take = std::max(1, (total - begin) / (2 * workers));
+          const int take = std::max(1, (total - begin) / (JETSPEC_THREADS_SHARE * workers));
           if (!counter.next.compare_exchange_weak(begin, begin + take, std::memory_order_relaxed)) continue;
           (*body)(static_cast<int>(phase), begin, begin + take);
           counter.done.fetch_add(take, std::memory_order_release);
@@ -251,7 +261,7 @@ void run_phases(ffi::ThreadPool& pool, std::vector<int> totals, int workers, con
         }
         // Only tiles already being computed elsewhere are waited for: spin while that is short, then give the CPU away.
         for (int spins = 0; counter.done.load(std::memory_order_acquire) != total; ++spins) {
-          if (spins < 4096) {
+          if (spins < JETSPEC_THREADS_SPINS) {
             cpu_pause();
           } else {
             std::this_thread::yield();

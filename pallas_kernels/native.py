@@ -28,6 +28,8 @@ from pathlib import Path
 import jax
 import jaxlib.version
 
+from pallas_kernels import parameters
+
 _logger = logging.getLogger("pallas_kernels")
 COMPILERS = ("c++", "g++", "clang++")
 _HERE = Path(__file__).parent
@@ -226,8 +228,26 @@ _loaded: dict[tuple[tuple[Path, ...], tuple[str, ...]], NativeLibrary | str] = {
 
 
 def library(extra_flags: Sequence[str] = ()) -> NativeLibrary:
-    """The kernels of all ops; built at first use. Arguments and errors as `load`."""
-    return load(SOURCES, extra_flags)
+    """The kernels of all ops with the build parameters in force (`parameters.using`); built at
+    first use. Each set of values is a library of its own, and a process may use several. Arguments
+    and errors as `load`.
+    """
+    return load(SOURCES, (*parameters.build_flags(parameters.in_force()), *extra_flags))
+
+
+@dataclasses.dataclass(frozen=True)
+class Features:
+    """What the library at hand was built for and may use: fields as in `parameters.Facts`."""
+
+    form: int
+    vnni: bool
+    tiles: bool
+
+
+def features() -> Features:
+    """Of the library in force. Errors as `load`."""
+    bits = int(library().handle.native_features())
+    return Features(bits & 255, bool(bits & 256), bool(bits & 512))
 
 
 def load(sources: Sequence[Path], extra_flags: Sequence[str] = ()) -> NativeLibrary:

@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels import parameters
 from pallas_kernels.gpu_target import TARGETS
 from pallas_kernels.native import KernelError
 
@@ -45,6 +46,21 @@ def _table(device: str, op: str) -> dict[str, dict[str, Any]]:
 
 
 def lookup(op: str, form: str, kind: str, defaults: dict[str, int], **shape: int) -> dict[str, int]:
+    """Parameters of a kernel: those in force (`parameters.using`), else as `table`.
+
+    Raises:
+      KernelError: the table, or what is in force, names a parameter that the kernel lacks.
+    """
+    forced = parameters.table_values(op)
+    for name in forced:
+        if name not in defaults:
+            raise KernelError(
+                f"{op}: {form} has no parameter {name!r}: use one of {', '.join(sorted(defaults))}"
+            )
+    return table(op, form, kind, defaults, **shape) | forced
+
+
+def table(op: str, form: str, kind: str, defaults: dict[str, int], **shape: int) -> dict[str, int]:
     """Parameters of a kernel on a device.
 
     Args:

@@ -13,15 +13,13 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from jetspec_jax.config import SamplingParams, SpecConfig
+from jetspec_jax.intervals import bootstrap
 from jetspec_jax.stats import SpecStats, pooled, tokens_per_second
 from serve.suites import SuitePrompt
 
 PLAIN = "plain"
 OFF = SpecConfig(mode="off")
-BOOTSTRAP_DRAWS = 2_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,24 +151,6 @@ def _sample(turns: Sequence[Sequence[Any]], index: int) -> Sample:
         group_decode_s=statistics.median(max(r.timings.decode_s for r in turn) for turn in turns),
         stats=first.spec,
     )
-
-
-def bootstrap(
-    plain: Sequence[float], spec: Sequence[float], draws: int = BOOTSTRAP_DRAWS
-) -> tuple[float, float] | None:
-    """95% interval of sum(plain) / sum(spec) over resampled prompts (percentile bootstrap, fixed
-    seed).
-
-    None for fewer than two prompts: one prompt says nothing about the spread.
-    """
-    a, b = np.asarray(plain, float), np.asarray(spec, float)
-    if len(a) < 2 or not (a.sum() > 0 and b.sum() > 0):
-        return None
-    pick = np.random.default_rng(0).integers(0, len(a), size=(draws, len(a)))
-    below = b[pick].sum(axis=1)
-    ratios = a[pick].sum(axis=1)[below > 0] / below[below > 0]
-    low, high = np.percentile(ratios, [2.5, 97.5])
-    return float(low), float(high)
 
 
 def summarise(rows: Sequence[Row], variant: str) -> dict[str, Any]:

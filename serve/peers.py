@@ -26,7 +26,6 @@ is null.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import contextlib
 import os
 import sys
@@ -37,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_jax.config import WEIGHTS, EngineConfig, SamplingParams, SpecConfig
+from jetspec_jax.device import read_bandwidth
 from jetspec_jax.errors import ConfigError, InputError
 from serve import cli
 from serve.peer_figures import (
@@ -283,26 +283,6 @@ def take_turns(
         speeds = (f"{name} {rate([runs[name][index]]):.1f}" for name in names)
         cli.say(f"  {index + 1}/{len(prompts)} {prompt}, tok/s: {', '.join(speeds)}")
     return runs
-
-
-def read_bandwidth(size: int = 512 << 20) -> float:
-    """Bytes per second that this machine reads, best of six passes of one numpy thread per core.
-
-    Args:
-        size: bytes; beyond any cache.
-    """
-    import numpy as np
-
-    from serve.facts import cores
-
-    halves = np.array_split(np.ones(size // 4, np.float32), cores())
-    best = float("inf")
-    with concurrent.futures.ThreadPoolExecutor(len(halves)) as pool:
-        for _ in range(6):
-            began = time.perf_counter()
-            list(pool.map(np.max, halves))
-            best = min(best, time.perf_counter() - began)
-    return sum(h.nbytes for h in halves) / best
 
 
 if __name__ == "__main__":

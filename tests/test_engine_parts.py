@@ -6,18 +6,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetspec_jax import SpecConfig
+from jetspec_jax import SpecConfig, policy
+from jetspec_jax.config import PolicyConfig
 from jetspec_jax.errors import ConfigError
 from jetspec_jax.policy import (
-    FIRST_PAUSE,
-    LONGEST_PAUSE,
     Costs,
     choose_budget,
-    fresh_control,
+    knobs,
     update,
 )
 from jetspec_jax.testing import tiny_llm
 from tests.doubles import engine, greedy
+
+POLICY = PolicyConfig()
+
+
+def fresh_control():
+    return policy.fresh_control(POLICY)
 
 
 def int32(x):
@@ -28,16 +33,18 @@ def costs(*verify, draft=0.0):
     return Costs(jnp.asarray(verify, jnp.float32), jnp.asarray(draft, jnp.float32))
 
 
-def chosen(probabilities, table, budgets=(1, 2, 4), active=None, trust=1.0):
+def chosen(probabilities, table, budgets=(1, 2, 4), active=None, trust=1.0, allowance=9.0):
     scores = jnp.log(jnp.asarray(probabilities, jnp.float32))
     active = jnp.ones(scores.shape[0], bool) if active is None else jnp.asarray(active)
     valid = jnp.ones(scores.shape, bool)
-    index, _ = choose_budget(scores, valid, active, budgets, table, jnp.float32(trust))
+    control = fresh_control().replace(trust=jnp.float32(trust), allowance=jnp.float32(allowance))
+    index, _ = choose_budget(scores, valid, active, budgets, table, control)
     return budgets[int(index)]
 
 
 def after_round(control, committed, *, active=1, drafted=True, promised=1.0, spent=2.0):
     return update(
+        knobs(POLICY),
         control,
         jnp.bool_(drafted),
         int32(committed),
@@ -58,6 +65,13 @@ def test_budget_follows_expected_tokens_per_cost():
     assert chosen([sure, unsure], costs(1, 1.2, 1.4), active=[False, True]) == 1
     # the longer drafting takes, the more a round must bring
     assert chosen([[1.0, 0.5, 0.3, 0.2]], costs(1, 1.6, 2.0, draft=5.0)) == 4
+
+
+def test_no_tree_that_the_allowance_does_not_cover():
+    sure, table = [1.0, 0.9, 0.8, 0.7], costs(1, 1.1, 1.3, draft=0.5)
+    assert chosen([sure], table, allowance=0.81) == 4
+    assert chosen([sure], table, allowance=0.79) == 2
+    assert chosen([sure], table, allowance=0.59) == 1
 
 
 def test_ties_take_the_smaller_budget():
@@ -87,11 +101,11 @@ def test_pause_after_drafting_did_not_pay():
             pauses.append(int(control.cooldown))
         while int(control.cooldown):
             control = after_round(control, 1, drafted=False, spent=1.0)
-    assert pauses == [4, 8, 16, 32, 64, 64, 64]
+    assert pauses == [4, 8, 16, 16, 16, 16, 16]
     # one round that pays, and the next pause is short again
     control = after_round(control, 5)
-    assert (int(control.cooldown), int(control.pause)) == (0, FIRST_PAUSE)
-    assert pauses[-1] == LONGEST_PAUSE
+    assert (int(control.cooldown), int(control.pause)) == (0, POLICY.first_pause)
+    assert pauses[-1] == POLICY.longest_pause
 
 
 def test_one_bad_round_is_no_reason_to_pause():

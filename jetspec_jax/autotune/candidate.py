@@ -10,6 +10,7 @@ from typing import Any
 
 from jetspec_jax.config import EngineConfig, SpecConfig
 from jetspec_jax.errors import ConfigError
+from pallas_kernels import parameters
 
 SECTIONS = ("spec", "engine", "policy", "kernel")
 
@@ -67,14 +68,24 @@ def tuples(value: Any) -> Any:
 def apply(
     candidate: Candidate, spec: SpecConfig, engine: EngineConfig
 ) -> tuple[SpecConfig, EngineConfig]:
-    """The configurations with the candidate's `spec.*` and `engine.*` values put in.
+    """The configurations with the candidate's values put in: `spec.*`, `policy.*`, `engine.*`, and
+    `kernel.*` into `EngineConfig.kernel_params`.
 
     Raises:
-        ConfigError: a field that is not there, or a value that it does not take.
+        ConfigError: a field or kernel parameter that is not there, or a value it does not take.
     """
 
     def change(base: Any, values: dict[str, Any]) -> Any:
         given = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
         return type(base).from_mapping(given | {k: tuples(v) for k, v in values.items()})
 
-    return change(spec, candidate.section("spec")), change(engine, candidate.section("engine"))
+    policy = change(spec.policy, candidate.section("policy"))
+    changed = change(spec, {"policy": policy} | candidate.section("spec"))
+    values = candidate.section("engine")
+    if kernel := candidate.section("kernel"):
+        try:
+            given = parameters.check(dict(engine.kernel_params) | kernel)
+        except parameters.ParameterError as error:
+            raise ConfigError(str(error)) from error
+        values["kernel_params"] = given
+    return changed, change(engine, values)

@@ -28,6 +28,7 @@ from jetspec_jax.numerics import (
 )
 from jetspec_jax.typing import Array, Params, PyTree
 from pallas_kernels import decoder_stack as stack
+from pallas_kernels import parameters
 from pallas_kernels import row_invariant_matmul as rim
 from pallas_kernels.row_invariant_matmul.arrays import project
 from pallas_kernels.tree_attention import tree_attention
@@ -46,6 +47,8 @@ class Numerics:
             then ragged: a forward costs what its `counts` say.
         head: the draft head by the native CPU kernels (`drafter.native`).
         attention_chunk: keys per loop turn of the XLA forms; cache capacities are multiples of it.
+        kernel_params: in force where programs are traced (`pallas_kernels.parameters`). They are
+            here because what is traced is kept under these numerics.
     """
 
     bitwise: bool = False
@@ -54,6 +57,7 @@ class Numerics:
     stack: bool = False
     head: bool = False
     attention_chunk: int = 256
+    kernel_params: parameters.Values = ()
 
     def attend(self, *operands: Array, scale: float) -> Array:
         """`numerics.online_attention` or another implementation of the same function."""

@@ -14,7 +14,8 @@ import numpy as np
 from jetspec_jax.cache import KVCache, after, alloc, commit
 from jetspec_jax.models.decoder import forward_block, head_logits
 from jetspec_jax.plan import RoundPlan
-from jetspec_jax.typing import Array, Params
+from jetspec_jax.typing import Array, Params, PyTree
+from pallas_kernels import parameters
 
 _PREFIX = 37  # keys in the cache before the tree: not a multiple of any chunk
 
@@ -99,7 +100,12 @@ def probe(plan: RoundPlan, params: Params, *, dtype: jnp.dtype, seed: int = 0) -
         * plan.numerics.attention_chunk
     )
     # The cache is donated nowhere: each path starts from the same prefix.
-    step = jax.jit(functools.partial(_forward, plan))
+    compiled = jax.jit(functools.partial(_forward, plan))
+
+    def step(*args: PyTree) -> tuple[Array, KVCache]:
+        with parameters.using(plan.numerics.kernel_params):  # it is traced at its first calls
+            return compiled(*args)
+
     cache = alloc(cfg.num_layers, 1, cfg.num_kv_heads, size, cfg.head_dim, dtype)
     prefix = rng.integers(0, cfg.vocab_size, _PREFIX)
     one = jnp.ones((1, 1, 1), bool)

@@ -133,7 +133,8 @@ def take_rows(
     """
     if _choose(packed, implementation) == "xla":
         return packing.take_rows_xla(packed, ids)
-    rows = _build_take(packed.n, packed.k, packed.panel_layout)(
+    target = native.library().target("Matmul")
+    rows = _build_take(target, packed.n, packed.k, packed.panel_layout)(
         ids.reshape(-1).astype(jnp.int32), packed.data
     )
     rows = rows.reshape(*ids.shape, packed.k)
@@ -180,13 +181,13 @@ def _xla(rows: jax.Array, packed: PackedWeight) -> jax.Array:
 
 
 def _call(packed: PackedWeight, threads: int, gated: bool):
-    return _build_call(packed.n, packed.panel_layout, threads, gated)
+    target = native.library().target("Matmul")
+    return _build_call(target, packed.n, packed.panel_layout, threads, gated)
 
 
 @functools.cache
-def _build_call(n: int, form: str, threads: int, gated: bool):
+def _build_call(target: str, n: int, form: str, threads: int, gated: bool):
     """The FFI call for one weight shape: f(x [M, k], data, extras) -> [M, n or n / 2]."""
-    target = native.library().target("Matmul")
     width = n // 2 if gated else n
 
     @jax.custom_batching.custom_vmap
@@ -234,9 +235,11 @@ def _build_call(n: int, form: str, threads: int, gated: bool):
 
 
 @functools.cache
-def _build_take(n: int, k: int, form: str):
-    """The FFI call for one weight shape: f(ids [T], data) -> [T, k]."""
-    target = native.library().target("Matmul")  # which takes rows where x is integers
+def _build_take(target: str, n: int, k: int, form: str):
+    """The FFI call for one weight shape: f(ids [T], data) -> [T, k].
+
+    `target` is that of the matmul, which takes rows where x is integers.
+    """
 
     @jax.custom_batching.custom_vmap
     def call(ids: jax.Array, data: jax.Array) -> jax.Array:

@@ -13,6 +13,18 @@
 #include "row_invariant_matmul/integer.h"
 #include "row_invariant_matmul/pack.h"
 
+// Build parameters of float sums (tuning.py; kernel.h has those of both arithmetics): none changes a bit, as a sum is kept
+// in one accumulator from its first input to its last, in registers or in memory.
+#ifndef JETSPEC_ROW_INVARIANT_MATMUL_CHUNK
+#define JETSPEC_ROW_INVARIANT_MATMUL_CHUNK 128
+#endif
+#ifndef JETSPEC_ROW_INVARIANT_MATMUL_TILE_ROWS
+#define JETSPEC_ROW_INVARIANT_MATMUL_TILE_ROWS (JETSPEC_FORM == 3 ? 14 : 6)
+#endif
+#ifndef JETSPEC_ROW_INVARIANT_MATMUL_FUSED_ROWS
+#define JETSPEC_ROW_INVARIANT_MATMUL_FUSED_ROWS (JETSPEC_FORM == 3 ? 12 : 2)
+#endif
+
 namespace jetspec {
 namespace {
 
@@ -20,18 +32,18 @@ using Job = MatmulJob;
 
 constexpr int kVectors = kPanel / kLanes;
 constexpr int kMaxRows = kMaxPanelRows;  // rows whose accumulators are kept at once (16 KB)
-constexpr int kChunk = 128;              // inputs per pass when several passes share the weights: 16 KB, stays in L1
-constexpr size_t kAhead = 4096;          // bytes of prefetch distance of a single pass; fp32: half as much again
+// Inputs per pass when several passes share the weights: 128 are 16 KB and stay in L1.
+constexpr int kChunk = JETSPEC_ROW_INVARIANT_MATMUL_CHUNK;
+// Bytes of prefetch distance of a single pass; fp32: half as much again.
+constexpr size_t kAhead = JETSPEC_ROW_INVARIANT_MATMUL_AHEAD;
 
 // Rows of a register tile and vectors beside each other, by the number of vector registers; rows up to which weights
 // are decoded in registers.
-#if JETSPEC_FORM == 3
-constexpr int kTileRows = 14, kTileVectors = 2, kFusedRows = 12;
-#elif JETSPEC_FORM == 1
-constexpr int kTileRows = 6, kTileVectors = 4, kFusedRows = 2;
-#else
-constexpr int kTileRows = 6, kTileVectors = 2, kFusedRows = 2;
-#endif
+constexpr int kTileRows = JETSPEC_ROW_INVARIANT_MATMUL_TILE_ROWS, kTileVectors = JETSPEC_FORM == 1 ? 4 : 2;
+constexpr int kFusedRows = JETSPEC_ROW_INVARIANT_MATMUL_FUSED_ROWS;
+static_assert(kChunk >= kBlock && kChunk % kBlock == 0, "CHUNK is a multiple of 32");
+static_assert(kTileRows >= 4 && kTileRows <= 16 && kTileRows % 2 == 0, "TILE_ROWS is even, 4 to 16");
+static_assert(kFusedRows >= 1 && kFusedRows <= 16, "FUSED_ROWS is 1 to 16");
 
 // ---- Tiles ---------------------------------------------------------------------------------------------------------
 // What a tile multiplies: `count` inputs from `k` on of a panel, for outputs `column` onwards.
@@ -63,7 +75,7 @@ void tile(const float* x, size_t ldx, const float* last, const Piece& p, float* 
       typename Format::Group g[V];
       for (int v = 0; v < V; ++v) g[v] = {p.panel, static_cast<size_t>(k), p.column + v * kLanes};
       if constexpr (!spread) {
-        for (size_t i = 0; i < p.stride; i += 64) __builtin_prefetch(fetch + i, 0, 2);
+        for (size_t i = 0; i < p.stride; i += 64) __builtin_prefetch(fetch + i, 0, JETSPEC_ROW_INVARIANT_MATMUL_LOCALITY);
         fetch += p.stride;
       }
       const int half = k % kBlock / 16;
@@ -72,8 +84,8 @@ void tile(const float* x, size_t ldx, const float* last, const Piece& p, float* 
         Vec b[V];
         for (int v = 0; v < V; ++v) b[v] = g[v].next(s[v], half);
         if constexpr (spread) {
-          __builtin_prefetch(fetch, 0, 2);
-          if (step > 64) __builtin_prefetch(fetch + 64, 0, 2);
+          __builtin_prefetch(fetch, 0, JETSPEC_ROW_INVARIANT_MATMUL_LOCALITY);
+          if (step > 64) __builtin_prefetch(fetch + 64, 0, JETSPEC_ROW_INVARIANT_MATMUL_LOCALITY);
           fetch += step;
         }
 #pragma GCC unroll 16
@@ -192,7 +204,7 @@ void row_times(const Job& job, size_t index, size_t apart, float* acc) {
     // Behind the end of neighbouring panels lies the next one of the other stream: skip it.
     const size_t ahead = block + kAhead + (apart == 1 && block + kAhead >= size ? (P - 1) * size : 0);
     const auto fetch = [&](size_t at) {
-      for (int p = 0; p < P; ++p) __builtin_prefetch(panel[p] + ahead + at, 0, 2);
+      for (int p = 0; p < P; ++p) __builtin_prefetch(panel[p] + ahead + at, 0, JETSPEC_ROW_INVARIANT_MATMUL_LOCALITY);
     };
     fetch(kNibbles), fetch(kNibbles + 64);
     for (int i = 0; i < kBlock; i += kGroup) {
@@ -380,8 +392,8 @@ void matmul_run(const MatmulJob& job, int begin, int end) {
   const size_t half = job.gated ? job.outputs / 2 / kPanel : 0, size = kernel.bytes(job.depth);
   // Nothing has fetched the start of this range yet.
   for (size_t at = 0; at < std::min(kAhead, size); at += 64) {
-    __builtin_prefetch(job.w + begin * size + at, 0, 2);
-    if (half > 0 || begin + 1 < end) __builtin_prefetch(job.w + (begin + (half > 0 ? half : 1)) * size + at, 0, 2);
+    __builtin_prefetch(job.w + begin * size + at, 0, JETSPEC_ROW_INVARIANT_MATMUL_LOCALITY);
+    if (half > 0 || begin + 1 < end) __builtin_prefetch(job.w + (begin + (half > 0 ? half : 1)) * size + at, 0, JETSPEC_ROW_INVARIANT_MATMUL_LOCALITY);
   }
   if (job.rows == 1 && kernel.row_times_two != nullptr) {
     alignas(64) float acc[2 * kPanel];
@@ -514,6 +526,18 @@ extern "C" void matmul_plain(const float* x, const void* w, float* y, int rows, 
 // Rows to panels on the calling thread (pack.h); 0 if some value has no exact form.
 extern "C" int matmul_pack(int kind, int integer, const void* from, size_t stride, size_t n, size_t k, void* to) {
   return jetspec::pack_rows(kind, integer != 0, static_cast<const uint8_t*>(from), stride, n, k, static_cast<uint8_t*>(to));
+}
+
+// What this build is and may use: the vector form, 256 for AVX-512 VNNI, 512 for AMX tiles.
+extern "C" int native_features() {
+  int found = JETSPEC_FORM;
+#if JETSPEC_FORM == 3 && defined(__AVX512VNNI__)
+  found |= 256;
+#endif
+#if defined(JETSPEC_AMX)
+  if (jetspec::tiles_allowed()) found |= 512;
+#endif
+  return found;
 }
 
 // Whether integer sums are the faster arithmetic of this build.

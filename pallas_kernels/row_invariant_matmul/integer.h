@@ -23,15 +23,29 @@
 #define JETSPEC_AMX 1
 #include <sys/syscall.h>
 #include <unistd.h>
-#if !defined(JETSPEC_AMX_ROWS)
-#define JETSPEC_AMX_ROWS 3  // rows from which tiles are used (tests force others)
 #endif
+
+// Build parameters of integer sums (tuning.py): none changes a bit, as integers add up to the same in any order.
+#ifndef JETSPEC_ROW_INVARIANT_MATMUL_TILES_FROM
+#define JETSPEC_ROW_INVARIANT_MATMUL_TILES_FROM 3
+#endif
+#ifndef JETSPEC_ROW_INVARIANT_MATMUL_ROW_GROUP
+#define JETSPEC_ROW_INVARIANT_MATMUL_ROW_GROUP 8
+#endif
+#ifndef JETSPEC_ROW_INVARIANT_MATMUL_DOT_ROWS
+#define JETSPEC_ROW_INVARIANT_MATMUL_DOT_ROWS 4
+#endif
+#ifndef JETSPEC_ROW_INVARIANT_MATMUL_DOT_VECTORS
+#define JETSPEC_ROW_INVARIANT_MATMUL_DOT_VECTORS (JETSPEC_FORM == 3 ? 2 : 1)
 #endif
 
 namespace jetspec {
 
-constexpr int kRowGroup = 8, kDigits = 3, kRowDigits = kDigits * kBlock, kRowPairs = 4 * kBlock;
-constexpr int kDotRows = 4;  // most rows that share decoded weights without tiles
+constexpr int kRowGroup = JETSPEC_ROW_INVARIANT_MATMUL_ROW_GROUP;
+constexpr int kDigits = 3, kRowDigits = kDigits * kBlock, kRowPairs = 4 * kBlock;
+constexpr int kDotRows = JETSPEC_ROW_INVARIANT_MATMUL_DOT_ROWS;  // most rows that share decoded weights without tiles
+static_assert(kRowGroup >= 1 && kRowGroup <= 8 && kMaxPanelRows % kRowGroup == 0, "ROW_GROUP is 1, 2, 4 or 8");
+static_assert(kDotRows >= 1 && kDotRows <= 4, "DOT_ROWS is 1 to 4");
 
 struct BlockScale {  // of one row and block
   float scale, sum;  // s, and s times the sum of X
@@ -50,7 +64,7 @@ inline bool tiles_allowed() {
   static const bool allowed = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
   return allowed;
 }
-inline bool use_tiles(int rows) { return rows >= JETSPEC_AMX_ROWS && tiles_allowed(); }
+inline bool use_tiles(int rows) { return rows >= JETSPEC_ROW_INVARIANT_MATMUL_TILES_FROM && tiles_allowed(); }
 #else
 constexpr bool use_tiles(int) { return false; }
 #endif
@@ -207,7 +221,7 @@ struct SumScales {  // of a block, outputs n onwards
 
 template <typename Format>
 inline void prefetch_block(const uint8_t* block, size_t ahead) {
-  for (size_t i = 0; i < Format::kBytes; i += 64) __builtin_prefetch(block + ahead + i, 0, 2);
+  for (size_t i = 0; i < Format::kBytes; i += 64) __builtin_prefetch(block + ahead + i, 0, JETSPEC_ROW_INVARIANT_MATMUL_LOCALITY);
 }
 
 // ---- Few rows: dot products of four bytes --------------------------------------------------------------------------
@@ -267,7 +281,8 @@ inline void load_groups(const uint8_t* block, int n, Ints* q) {
 }
 
 // Vectors of outputs that share a broadcast of digits: a load that fills 64 bytes costs Zen 4 as much as two products.
-constexpr int kDotVectors = JETSPEC_FORM == 3 ? 2 : 1;
+constexpr int kDotVectors = JETSPEC_ROW_INVARIANT_MATMUL_DOT_VECTORS;
+static_assert(kDotVectors >= 1 && kPanel / kLanes % kDotVectors == 0, "DOT_VECTORS divides the vectors of a panel");
 
 // acc[R][32]: rows `first` onwards of a split group, times a panel.
 template <typename Format, int R>

@@ -5,6 +5,16 @@
 #include <cstddef>
 #include <cstdint>
 
+// Build parameters (tuning.py) of both arithmetics; those of one stand beside it. None changes a bit.
+#ifndef JETSPEC_ROW_INVARIANT_MATMUL_AHEAD
+#define JETSPEC_ROW_INVARIANT_MATMUL_AHEAD 4096
+#endif
+#ifndef JETSPEC_ROW_INVARIANT_MATMUL_LOCALITY
+#define JETSPEC_ROW_INVARIANT_MATMUL_LOCALITY 2
+#endif
+static_assert(JETSPEC_ROW_INVARIANT_MATMUL_AHEAD >= 64 && JETSPEC_ROW_INVARIANT_MATMUL_AHEAD % 64 == 0,
+              "AHEAD is a multiple of 64");
+
 namespace jetspec {
 
 constexpr int kPanel = 32;       // outputs of a packed panel

@@ -18,27 +18,63 @@
 
 #include "cpu_math.h"
 
+// Build parameters (tuning.py): none changes a bit, as a row's sums are in the order of its list whatever the blocks are.
+#ifndef JETSPEC_TREE_ATTENTION_TILE_ROWS
+#if JETSPEC_FORM == 3 || JETSPEC_FORM == 1
+#define JETSPEC_TREE_ATTENTION_TILE_ROWS 6
+#elif JETSPEC_FORM == 2
+#define JETSPEC_TREE_ATTENTION_TILE_ROWS 3
+#else
+#define JETSPEC_TREE_ATTENTION_TILE_ROWS 2
+#endif
+#endif
+#ifndef JETSPEC_TREE_ATTENTION_COLUMNS
+#define JETSPEC_TREE_ATTENTION_COLUMNS 4
+#endif
+#ifndef JETSPEC_TREE_ATTENTION_VALUE_BLOCK
+#define JETSPEC_TREE_ATTENTION_VALUE_BLOCK 64
+#endif
+#ifndef JETSPEC_TREE_ATTENTION_FEW_ROWS_BLOCK
+#define JETSPEC_TREE_ATTENTION_FEW_ROWS_BLOCK 32
+#endif
+#ifndef JETSPEC_TREE_ATTENTION_LEAD
+#define JETSPEC_TREE_ATTENTION_LEAD 64
+#endif
+#ifndef JETSPEC_TREE_ATTENTION_LOCALITY
+#define JETSPEC_TREE_ATTENTION_LOCALITY 2
+#endif
+#ifndef JETSPEC_TREE_ATTENTION_SCORE_KB
+#define JETSPEC_TREE_ATTENTION_SCORE_KB 384
+#endif
+#ifndef JETSPEC_TREE_ATTENTION_SPLIT_ROWS
+#define JETSPEC_TREE_ATTENTION_SPLIT_ROWS 12
+#endif
+#ifndef JETSPEC_TREE_ATTENTION_SPLIT_KEYS
+#define JETSPEC_TREE_ATTENTION_SPLIT_KEYS 64
+#endif
+
 namespace jetspec {
 namespace {
 
 constexpr int kWide = 16;  // lanes of the fixed, virtual vector; a multiple of kLanes
 constexpr int kParts = kWide / kLanes;
-constexpr int kMaxColumns = 4;  // vectors of h accumulated at once
-#if JETSPEC_FORM == 3 || JETSPEC_FORM == 1
-constexpr int kTileRows = 6;
-#elif JETSPEC_FORM == 2
-constexpr int kTileRows = 3;
-#else
-constexpr int kTileRows = 2;
-#endif
-constexpr int kValueBlock = 64;            // keys whose values are shared by all row tiles: 16 KB at h = 64
-constexpr int kFewRowsBlock = 32;          // the same for a single tile, which shares nothing: between two prefetches
-constexpr int kLead = 64;                  // keys that the prefetch runs ahead
-constexpr size_t kScoreFloats = 96 << 10;  // scores kept per unit of work: 384 KB, a part of L2
-constexpr int kSplitRows = 12;             // fewer rows per unit than this do not pay for reading K and V again
-constexpr int kManyRows = 96;              // query rows from which units are parts of the rows, not of keys and columns
-constexpr int kSplitKeys = 64;             // fewer keys than this are not shared between threads
-constexpr double kSerialCost = 24e3;       // estimated cycles up to which the calling thread works alone
+constexpr int kMaxColumns = JETSPEC_TREE_ATTENTION_COLUMNS;  // vectors of h accumulated at once
+constexpr int kTileRows = JETSPEC_TREE_ATTENTION_TILE_ROWS;
+constexpr int kValueBlock = JETSPEC_TREE_ATTENTION_VALUE_BLOCK;  // keys whose values all row tiles share: 16 KB at h = 64
+// The same for a single tile, which shares nothing: between two prefetches.
+constexpr int kFewRowsBlock = JETSPEC_TREE_ATTENTION_FEW_ROWS_BLOCK;
+constexpr int kLead = JETSPEC_TREE_ATTENTION_LEAD;  // keys that the prefetch runs ahead
+constexpr size_t kScoreFloats = JETSPEC_TREE_ATTENTION_SCORE_KB * 256;  // scores kept per unit of work: a part of L2
+constexpr int kSplitRows = JETSPEC_TREE_ATTENTION_SPLIT_ROWS;  // fewer a unit do not pay for reading K and V again
+constexpr int kManyRows = 96;  // query rows from which units are parts of the rows, not of keys and columns
+constexpr int kSplitKeys = JETSPEC_TREE_ATTENTION_SPLIT_KEYS;  // fewer keys than this are not shared between threads
+constexpr double kSerialCost = 24e3;  // estimated cycles up to which the calling thread works alone
+static_assert(kValueBlock >= kWide && kValueBlock % kWide == 0, "VALUE_BLOCK is a multiple of 16");
+static_assert(kFewRowsBlock >= kWide && kFewRowsBlock % kWide == 0 && kFewRowsBlock <= kValueBlock,
+              "FEW_ROWS_BLOCK is a multiple of 16 and at most VALUE_BLOCK");
+static_assert(kTileRows >= 2 && kTileRows <= 8 && kMaxColumns >= 1 && kMaxColumns <= 4,
+              "TILE_ROWS is 2 to 8 and COLUMNS 1 to 4");
+static_assert(kLead >= 1 && kScoreFloats >= 1 && kSplitRows >= 1 && kSplitKeys >= 0, "a build parameter is too small");
 
 // ---- Elements ------------------------------------------------------------------------------------------------------
 struct Bf16 {
@@ -150,7 +186,7 @@ class Ahead {
       const size_t pitch = run.pitch;
       const char* at = run.at + key_ * pitch;
       for (int key = key_; key < end; ++key, at += pitch)
-        for (int i = 0; i < lines; ++i) __builtin_prefetch(at + i * 64, 0, 2);
+        for (int i = 0; i < lines; ++i) __builtin_prefetch(at + i * 64, 0, JETSPEC_TREE_ATTENTION_LOCALITY);
       keys -= end - key_;
       key_ = end;
       if (end == run.keys) {
@@ -634,7 +670,7 @@ void attend(const Job<E>& job, int index, int next) {
     return;
   }
   for (int spins = 0; progress.scored.load(std::memory_order_acquire) < plan.parts; ++spins) {
-    if (spins < 4096) {
+    if (spins < JETSPEC_THREADS_SPINS) {
       cpu_pause();
     } else {
       std::this_thread::yield();

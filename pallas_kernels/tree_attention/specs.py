@@ -69,3 +69,8 @@ def _gpu_shapes() -> tuple[GpuShape, ...]:
 
 
 GPU_SHAPES = _gpu_shapes()
+
+
+def triton_heuristics(dim: int) -> dict[str, int]:
+    """Triton's parameters where a device has no table; of the model's shape only, never of N."""
+    return {"segment": SEGMENT, "num_warps": 8 if dim > 64 else 4, "num_stages": 2}

@@ -133,7 +133,7 @@ def _join_segments(
 
 def heuristics(dim: int) -> dict[str, int]:
     """Parameters for devices without a tuned table; of the model's shape only, never of N."""
-    return {"segment": specs.SEGMENT, "num_warps": 8 if dim > 64 else 4, "num_stages": 2}
+    return specs.triton_heuristics(dim)
 
 
 def unsupported(q: jax.Array, *, segment: int) -> str | None:

@@ -22,7 +22,12 @@ from tests.pallas_kernels.test_row_invariant_matmul import (
 
 KINDS = ("Q8_0", "Q4_1", "Q4_0")
 # Portable, AVX2, AVX-512 without tiles, and with tiles for every number of rows.
-FORMS = ("-DJETSPEC_FORM=0", "-DJETSPEC_FORM=2", "-DJETSPEC_AMX_ROWS=99", "-DJETSPEC_AMX_ROWS=1")
+FORMS = (
+    "-DJETSPEC_FORM=0",
+    "-DJETSPEC_FORM=2",
+    "-DJETSPEC_ROW_INVARIANT_MATMUL_TILES_FROM=99",
+    "-DJETSPEC_ROW_INVARIANT_MATMUL_TILES_FROM=1",
+)
 
 
 def packed_as(kind: str, seed: int, n: int, k: int) -> tuple[rim.PackedWeight, np.ndarray]:
