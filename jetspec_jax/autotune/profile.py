@@ -230,7 +230,7 @@ def _after_verify(session: Session) -> dict[str, float]:
     def accepting(state: DecodeState, tree: Any, choice: Array, turns: Array) -> Array:
         def turn(_: Array, choice: Array) -> Array:
             walk = walk_tree(plan, tree, choice)
-            count, *_ = truncate_at_stop(
+            count, _finished, _reason = truncate_at_stop(
                 walk.emitted, walk.accepted + 1, state.stop_ids, state.limit - state.committed
             )
             return (choice + walk.emitted.sum() + count.sum()) % vocab
