@@ -41,7 +41,23 @@ class _FromMapping:
                 near = difflib.get_close_matches(key, names, 1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(names)}"
                 raise ConfigError(f"unknown key {key!r} in {cls.__name__}; {hint}")
-        return cls(**values)
+        made = cls(**values)
+        # no field: it is not part of what a config is, and a changed copy does not inherit it
+        object.__setattr__(made, "_given", frozenset(values))
+        return made
+
+
+def explicit(config: Any) -> frozenset[str]:
+    """Names of fields that somebody asked for: those that `from_mapping` got, also where they say
+    the default, and those that differ from the default.
+    """
+    given = getattr(config, "_given", frozenset())
+    changed = {
+        f.name
+        for f in dataclasses.fields(config)
+        if f.default is not dataclasses.MISSING and getattr(config, f.name) != f.default
+    }
+    return frozenset(given | changed)
 
 
 def _one_of(owner: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetspec_jax import costs, drafter
+from jetspec_jax.autotune.key import key_of
+from jetspec_jax.autotune.lookup import Choice, Lookup, Tuned
 from jetspec_jax.cache import KVCache, alloc
 from jetspec_jax.config import (
     SCRIPTED,
@@ -23,13 +25,14 @@ from jetspec_jax.config import (
     SamplingParams,
     SpecConfig,
 )
-from jetspec_jax.errors import ConfigError, InputError
+from jetspec_jax.errors import ConfigError, InputError, JetSpecError
 from jetspec_jax.loading import (
     Head,
     Target,
     bundled_head_path,
     load_head,
     load_target,
+    resolve_kernels,
     weight_arithmetic,
     weight_formats,
 )
@@ -72,7 +75,12 @@ class LLM:
             bundled one.
         spec: default speculation settings.
         engine: sizes and numerics.
-        progress: gets one line per slow step (loading, compiling).
+        progress: gets one line per slow step (loading, compiling), and what was tuned.
+        tuned: where tuned entries lie (`autotune.tuned`): None for the user's cache folder and
+            those that are shipped, "off" for the heuristic, a folder, or one file. What `spec` and
+            `engine` say explicitly wins.
+        batch: sequences decoded together for which kernels and numerics are looked up. Trees and
+            policies are looked up for every batch that comes.
 
     Raises:
         ModelFileError, ConfigError, KernelError: in one line what is wrong and what to do.
@@ -86,18 +94,14 @@ class LLM:
         spec: SpecConfig | None = None,
         engine: EngineConfig | None = None,
         progress: Callable[[str], None] | None = None,
+        tuned: str | Path | None = None,
+        batch: int = 1,
     ) -> None:
         started = time.perf_counter()
         engine, say = engine or EngineConfig(), progress or (lambda _: None)
-        target = load_target(model, engine, say)
-        if draft is None and target.bundled:
-            draft = bundled_head_path()
-        head = (
-            load_head(draft, target, engine, say)
-            if draft is not None and str(draft) != "none"
-            else None
-        )
-        self._setup(target, head, spec, engine, say)
+        lookup = Lookup(tuned, say)
+        self._setup(*_open(model, draft, engine, say), spec, engine, say)
+        self._tune(lookup, engine, lambda other: _open(model, draft, other, say), batch)
         self.load_s = time.perf_counter() - started
 
     @classmethod
@@ -109,10 +113,16 @@ class LLM:
         spec: SpecConfig | None = None,
         engine: EngineConfig | None = None,
         progress: Callable[[str], None] | None = None,
+        tuned: str | Path | None = "off",
+        batch: int = 1,
     ) -> LLM:
-        """An engine from parts that are loaded already (tests, training)."""
+        """An engine from parts that are loaded already (tests, training). What a tuned entry says
+        of weights and arithmetic is then not used: the parts are what they are.
+        """
         self = cls.__new__(cls)
-        self._setup(target, head, spec, engine or EngineConfig(), progress or (lambda _: None))
+        engine, say = engine or EngineConfig(), progress or (lambda _: None)
+        self._setup(target, head, spec, engine, say)
+        self._tune(Lookup(tuned, say), engine, None, batch)
         self.load_s = 0.0
         return self
 
@@ -156,16 +166,55 @@ class LLM:
             tuple[int, ...], ProbeReport
         ] = {}  # with bitwise numerics: what was found, by budgets
         self.script: Any = None  # see EngineParams; set by testing.script
-        self.spec = self.resolve(spec or SpecConfig())
+        self._given, self._tuned = spec or SpecConfig(), Tuned()
+        self.spec = self.resolve(self._given)
+
+    def _tune(
+        self,
+        lookup: Lookup,
+        engine: EngineConfig,
+        load: Callable[[EngineConfig], tuple[Target, Head | None]] | None,
+        batch: int,
+    ) -> None:
+        """Puts a tuned entry in: first what the engine is, then what it speculates with."""
+        loaded = ("weights", "draft_weights", "arithmetic")
+        tuned = Tuned(lookup, engine, lambda: key_of(self, 1, self.capacity), self._say)
+        wanted = tuned.engine(self._given, _bucket(batch))
+        if load is None:  # the parts are what they are
+            wanted = dataclasses.replace(wanted, **{n: getattr(engine, n) for n in loaded})
+        if wanted.kernel_params != engine.kernel_params:
+            try:
+                resolve_kernels(wanted)  # builds them
+            except JetSpecError as error:
+                self._say(f"kernels of the tuned entry not used: {error}")
+                wanted = dataclasses.replace(wanted, kernel_params=engine.kernel_params)
+        if wanted != engine:
+            parts = self._target, self._head
+            if load is not None and any(getattr(wanted, n) != getattr(engine, n) for n in loaded):
+                del self._target, self._head, parts  # not both in memory
+                parts = load(wanted)
+            self._setup(*parts, self._given, wanted, self._say)
+        self._tuned = tuned
+        self.spec = self.resolve(self._given, batch)
+
+    @property
+    def tuned(self) -> Choice:
+        """What the engine started with: a tuned entry or the heuristic, and why."""
+        return self._tuned.chosen
 
     # ---- settings --------------------------------------------------------------------------------
 
-    def resolve(self, spec: SpecConfig) -> SpecConfig:
-        """Fills what `spec` leaves open, and refuses what cannot be honoured.
+    def resolve(self, spec: SpecConfig, batch: int = 1) -> SpecConfig:
+        """Fills what `spec` leaves open, and refuses what cannot be honoured. What a tuned entry
+        for `batch` sequences says comes first, then the heuristic.
 
         Raises:
             ConfigError: a head that is not loaded, or settings that contradict each other.
         """
+        return self._tuned.resolve(spec, _bucket(batch), self._resolve)
+
+    def _resolve(self, spec: SpecConfig) -> SpecConfig:
+        """The same without tuned entries."""
         head = self.draft_config
         kind = spec.drafter or ("hybrid" if head is not None else "lookup")
         if spec.mode == "off":
@@ -286,6 +335,8 @@ class LLM:
             "capacity": self.capacity,
             "spec": dataclasses.asdict(self.spec),
             "budgets": list(plan.budgets),
+            "tuned": self.tuned.to_json(),
+            "kernel_params": dict(self.engine.kernel_params),
             "memory": {
                 "target_bytes": self._target.nbytes,
                 "draft_bytes": 0 if head is None else head.nbytes,
@@ -374,7 +425,7 @@ class LLM:
         """Whether node logits equal plain decoding's, bit for bit, with the shapes that `spec` runs
         on this device.
         """
-        plan = self.plan_for(self.resolve(spec) if spec is not None else self.spec)
+        plan = self.plan_for(self.resolve(spec or self._given))
         return probe(plan, self._target.params, dtype=jnp.dtype(self.engine.dtype))
 
     def _table(self, plan: RoundPlan, batch: int) -> Costs | None:
@@ -407,7 +458,7 @@ class LLM:
         costs; returns seconds of compilation.
         """
         before = self.programs.seconds
-        plan = self.plan_for(self.resolve(spec) if spec is not None else self.spec, sampling)
+        plan = self.plan_for(self.resolve(spec or self._given, batch), sampling)
         batch = _bucket(batch)
         table = self._table(plan, batch)
         with self.session(plan, batch, table) as session:
@@ -416,7 +467,7 @@ class LLM:
 
     def measure_costs(self, batch: int = 1, spec: SpecConfig | None = None) -> dict[str, Any]:
         """Seconds of a plain step, of verification by budget, and of drafting, measured now."""
-        plan = self.plan_for(self.resolve(spec) if spec is not None else self.spec)
+        plan = self.plan_for(self.resolve(spec or self._given, batch))
         return costs.measure(self, plan, _bucket(batch))
 
     # ---- requests --------------------------------------------------------------------------------
@@ -511,7 +562,7 @@ class LLM:
         request = self._request(prompt, sampling or SamplingParams(), trace)
         # not a generator itself: a request that cannot be served is refused here, not at the first
         # chunk
-        return self._stream(request, self.resolve(spec) if spec is not None else self.spec)
+        return self._stream(request, self.resolve(spec or self._given))
 
     def _stream(self, request: Request, spec: SpecConfig) -> Iterator[StreamChunk]:
         plan = self.plan_for(spec, [request.sampling])
@@ -563,9 +614,9 @@ class LLM:
                 " prompt"
             )
         requests = [self._request(p, s, trace) for p, s in zip(prompts, each, strict=True)]
-        resolved = self.resolve(spec) if spec is not None else self.spec
-        plan = self.plan_for(resolved, each)
         batch = _bucket(group or min(len(requests), self.engine.max_batch))
+        resolved = self.resolve(spec or self._given, batch)
+        plan = self.plan_for(resolved, each)
         compiled = self.programs.seconds
         table = self._table(plan, batch)
         results: list[GenerationResult | None] = [None] * len(requests)
@@ -612,6 +663,21 @@ class LLM:
                         results[index] = requests[index].result(timings, session.stats(slot))
                         slots[slot] = None
         return [r for r in results if r is not None]
+
+
+def _open(
+    model: str | Path | None,
+    draft: str | Path | None,
+    engine: EngineConfig,
+    say: Callable[[str], None],
+) -> tuple[Target, Head | None]:
+    """The parts of an engine from their files; arguments and errors as those of `LLM`."""
+    target = load_target(model, engine, say)
+    if draft is None and target.bundled:
+        draft = bundled_head_path()
+    if draft is None or str(draft) == "none":
+        return target, None
+    return target, load_head(draft, target, engine, say)
 
 
 def _bucket(batch: int) -> int:

@@ -33,3 +33,7 @@ class KernelError(JetSpecError):
 
 class WorkerError(JetSpecError):
     """A process that was started to measure or check ended, hung, or answered nonsense."""
+
+
+class TokensDiffer(JetSpecError):
+    """A configuration under test wrote another token than the reference."""

@@ -69,6 +69,7 @@ def build_parser() -> cli.Parser:
     )
     cli.add_model_flags(parser)
     cli.add_spec_flags(parser)
+    cli.add_tuned_flag(parser)
     cli.add_sampling_flags(parser, max_tokens=128)
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -136,7 +137,8 @@ def header(args: argparse.Namespace, llm: Any, engine: Any, command: str) -> dic
         "limit": args.limit,
         "repeat": args.repeat,
         "spec": {k: v for k, v in cli.plain(llm.spec).items() if v is not None},
-        "engine": cli.plain(engine),
+        "engine": cli.plain(llm.engine),
+        "tuned": llm.tuned.to_json(),
         "versions": facts.versions(),
         "commit": facts.git_revision(),
     }
@@ -160,6 +162,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     budgets = parse_budgets(args.sweep_budget)
     cli.check_path(args.model, "--model")
     cli.check_path(args.draft, "--draft")
+    cli.check_tuned(args.tuned)
     out = _writable(args.out)
     suites = load_suites(args.suite, args.limit)
     cli.say(cli.describe_load(args))

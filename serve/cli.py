@@ -134,6 +134,16 @@ def add_spec_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_tuned_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tuned",
+        metavar="DIR|FILE|off",
+        help="settings that serve.autotune found: those of a folder, of one file, or off: the "
+        "heuristic alone (default: what --apply installed, and what is shipped); the flags above "
+        "win over them",
+    )
+
+
 def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int = 256) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument(
@@ -243,6 +253,14 @@ def head_name(args: argparse.Namespace, llm: Any) -> str | None:
     return None if llm.draft_config is None else args.draft or "bundled"
 
 
+def check_tuned(where: str | None) -> None:
+    """Refuses a missing --tuned path before anything heavy is imported."""
+    if where is not None and where != "off" and not Path(where).expanduser().exists():
+        raise ConfigError(
+            f"--tuned {where}: no such file or folder; give one of serve.autotune, or off"
+        )
+
+
 def check_path(path: str | None, flag: str) -> None:
     """Refuses a missing local path before anything heavy is imported. Hub ids (org/name) pass."""
     if path is None or (flag, path) == ("--draft", "none"):
@@ -264,10 +282,21 @@ def check_path(path: str | None, flag: str) -> None:
 
 
 def load_llm(args: argparse.Namespace, spec: SpecConfig, engine: EngineConfig) -> Any:
-    """Builds the engine; the heavy imports happen here."""
+    """Builds the engine; the heavy imports happen here. Commands without --tuned measure what
+    their flags say, and nothing else.
+    """
     import jetspec_jax  # seconds of imports, after the first line is out
 
-    return jetspec_jax.LLM(args.model, args.draft, spec=spec, engine=engine, progress=say)
+    batch = getattr(args, "batch", None) or getattr(args, "batch_size", None) or 1
+    return jetspec_jax.LLM(
+        args.model,
+        args.draft,
+        spec=spec,
+        engine=engine,
+        progress=say,
+        tuned=getattr(args, "tuned", "off"),
+        batch=batch,
+    )
 
 
 def say(message: str) -> None:

@@ -61,6 +61,7 @@ def build_parser() -> cli.Parser:
     )
     cli.add_model_flags(parser)
     cli.add_spec_flags(parser)
+    cli.add_tuned_flag(parser)
     demo = parser.add_argument_group("demo")
     demo.add_argument(
         "--max-tokens", type=int, default=112, metavar="N", help="tokens per answer (default: 112)"
@@ -88,6 +89,7 @@ def _run(args: argparse.Namespace) -> int:
     sampling = SamplingParams(max_tokens=args.max_tokens)
     cli.check_path(args.model, "--model")
     cli.check_path(args.draft, "--draft")
+    cli.check_tuned(args.tuned)
     start = time.perf_counter()
     cli.say(cli.describe_load(args))
     llm = cli.load_llm(args, spec, engine)
@@ -116,6 +118,7 @@ def _run(args: argparse.Namespace) -> int:
         "temperature": 0.0,
         "budget": llm.spec.budget or "auto",
         "max_tokens": args.max_tokens,
+        "tuned": llm.tuned.to_json(),
     }
     _table(rows, summary, report, report.facts_line(header))
     total = time.perf_counter() - start

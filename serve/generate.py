@@ -9,8 +9,9 @@ statistics are printed).
 
     {"version": 1, "model": str, "draft": str | null, "hardware": str, "dtype": str, "versions":
     {...},
-     "spec": {SpecConfig fields}, "sampling": {SamplingParams fields}, "load_s": float, "compile_s":
-     float, "interrupted": bool, "results": [RESULT, ...]}
+     "spec": {SpecConfig fields}, "tuned": {"entry": str | null, "date", "exact": bool, "params":
+     {...}, "overruled": [...], "reason": str}, "sampling": {SamplingParams fields}, "load_s":
+     float, "compile_s": float, "interrupted": bool, "results": [RESULT, ...]}
 
 `--jsonl` prints one RESULT per line, in the order of the prompts, as batches finish. RESULT:
 
@@ -77,6 +78,7 @@ def build_parser() -> cli.Parser:
     )
     cli.add_model_flags(parser)
     cli.add_spec_flags(parser)
+    cli.add_tuned_flag(parser)
     cli.add_sampling_flags(parser)
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -131,6 +133,7 @@ def _run(args: argparse.Namespace) -> int:
         )
     cli.check_path(args.model, "--model")
     cli.check_path(args.draft, "--draft")
+    cli.check_tuned(args.tuned)
     requests = [] if args.plan or args.doctor else _requests(args)
     samplings = [request.sampling_params(sampling) for request in requests]
     cli.say(cli.describe_load(args))

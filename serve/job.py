@@ -153,6 +153,7 @@ class Job:
             "dtype": self.engine.dtype,
             "versions": facts.versions(),
             "spec": self.llm.spec,
+            "tuned": self.llm.tuned.to_json(),
             "sampling": self.sampling,
             "load_s": self.load_s,
             "compile_s": self.compile_s,

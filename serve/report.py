@@ -59,10 +59,12 @@ PLOTS = {
 def facts_line(facts: Mapping[str, Any]) -> str:
     """The line every table and plot carries: hardware, dtype, batch, temperature, budget, answer
     length."""
+    tuned = facts.get("tuned") or {}  # documents of before had none
+    entry = f" · tuned entry {tuned['entry'][:8]}" if tuned.get("entry") else ""
     return (
         f"{facts['hardware']} · {facts['dtype']} · batch {facts['batch']} · temperature "
         f"{facts['temperature']:g} · "
-        f"budget {facts['budget']} · up to {facts['max_tokens']} tokens"
+        f"budget {facts['budget']} · up to {facts['max_tokens']} tokens{entry}"
     )
 
 
@@ -169,6 +171,8 @@ def markdown(document: Mapping[str, Any], plots: Sequence[Path]) -> str:
     lines += [
         f"Model: {facts['model']}; draft head: {facts['draft'] or 'none'}; speculation: "
         f"`{cli.dump_json(facts['spec'])}`.",
+        "",
+        f"Tuned values: {(facts.get('tuned') or {}).get('reason', 'none')}.",
         "",
     ]
     lines += markdown_table([cells(name, s) for name, s in suites.items()], COLUMNS)

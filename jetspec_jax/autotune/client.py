@@ -26,6 +26,7 @@ from jetspec_jax.errors import ConfigError, WorkerError
 
 TREE = Path(__file__).resolve().parents[2]  # the source tree that this process runs
 _TIMEOUT_S = 600.0  # of one request, compilation included
+_CLOSED_S = 5.0  # between the end of the channel and that of the process
 _LOG_TAIL = 2_000  # bytes of the worker's stderr that are looked at for a cause
 
 
@@ -74,7 +75,7 @@ class Worker:
         self._tree = (tree or TREE).resolve()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
         self._buffer, self._said, self._supervised = b"", "", None
-        limits = limits or Limits(seconds=time_limit, memory_bytes=memory_limit)
+        limits = limits or Limits(seconds=time_limit, memory_bytes=memory_limit, processes=None)
         command = [sys.executable, "-B", "-m", "jetspec_jax.autotune.worker", "--factory", factory]
         # The directory of a patched tree must come first, whatever this process was started with.
         environment = dict(os.environ if env is None else env)
@@ -169,6 +170,8 @@ class Worker:
 
     def _cause(self, what: str) -> str:
         """One line: how the process ended, and the last that it said."""
+        with contextlib.suppress(WorkerError):  # still there, its channel closed: ended here
+            self._running().wait(_CLOSED_S)
         ending = self.close()
         last = self.stderr().strip().splitlines()[-1:] or ["it said nothing"]
         how = ending.line("the worker") if ending is not None else "the worker ended"
@@ -287,13 +290,15 @@ class Worker:
     def close(self) -> Ending | None:
         """Ends the process and everything it started; how it ended, None if it never began."""
         supervised = self._supervised
-        if supervised is None or supervised.ending is not None:
+        if self._log.closed:
             return None if supervised is None else supervised.ending
-        for stream in (supervised.process.stdin, supervised.process.stdout):
-            with contextlib.suppress(OSError):
-                if stream is not None:
-                    stream.close()
-        ending = supervised.stop()
+        ending = None
+        if supervised is not None:
+            for stream in (supervised.process.stdin, supervised.process.stdout):
+                with contextlib.suppress(OSError):
+                    if stream is not None:
+                        stream.close()
+            ending = supervised.stop()
         self._said = self.stderr()
         self._log.close()
         return ending

@@ -48,9 +48,16 @@ class Comparison:
 
     def _open(self) -> None:
         """Starts the processes: those that would be loaded alike are one."""
-        numerics = {k: v for k, v in self._fixed(self.incumbent).items() if k.startswith("engine.")}
-        self.reference = self.start(Candidate(numerics), self.engine, None, True)
-        loaded: list[tuple[dict[str, Any], Worker]] = [(numerics, self.reference)]
+        numerics = {
+            k: v
+            for k, v in self._fixed(self.incumbent).items()
+            if k.startswith("engine.") and k != "engine.kernel_params"
+        }
+        plain = dataclasses.replace(self.engine, kernel_params=())
+        self.reference = self.start(Candidate(numerics), plain, None, True)
+        loaded: list[tuple[dict[str, Any], Worker]] = []
+        if plain == self.engine:
+            loaded.append((numerics, self.reference))
 
         def worker_for(change: Candidate, tree: Path | None) -> Worker:
             wanted = self._fixed(change)
@@ -65,10 +72,10 @@ class Comparison:
 
         self.before = worker_for(self.incumbent, None)
         self.after = self._theirs(lambda: worker_for(self.candidate, self.tree))
-        self.old = {k: v for k, v in self.incumbent.params.items() if k not in numerics}
-        self.old = {k: v for k, v in self.old.items() if not k.startswith("kernel.")}
-        fixed = self._fixed(self.candidate)
-        self.new = {k: v for k, v in self.candidate.params.items() if k not in fixed}
+        self.old, self.new = (
+            {k: v for k, v in c.params.items() if k not in self._fixed(c)}
+            for c in (self.incumbent, self.candidate)
+        )
 
     def _theirs(self, ask: Callable[[], Any], *names: str, count: int = 0) -> Any:
         """A request to the candidate: whatever goes wrong there refuses it.
@@ -120,7 +127,7 @@ class Comparison:
             ratio, _, high = self.found.speed
             raise Refused(f"slower: ratio {ratio:.3f}, upper bound {high:.3f} is below 1")
         self.say("gate: logits, sampled answers, the other batch")
-        bulk = self.batch if self.batch > 1 else _OTHER_BATCH
+        bulk = self._bulk
         self._logits(mine[: self.effort.logits], bulk)
         self._sampled()
         self._free_state(mine[:4])
@@ -191,6 +198,7 @@ class Comparison:
         stop = time.monotonic() + (self.until - time.monotonic()) / 3
         asked: list[tuple[str, list[int]]] = []
         self.answers: dict[str, list[int]] = {}
+        self.known: dict[str, dict[str, Any]] = {}
         pairs = min(self.effort.pairs, len(self.queue) // self.batch)
         for turn in range(pairs):
             if turn >= 4 and time.monotonic() > stop:
@@ -229,14 +237,32 @@ class Comparison:
         decode = max(a["decode_s"] for a in made) if self.tree is None else 0.0
         return (decode if decode > 0 else whole), made
 
+    @property
+    def _bulk(self) -> int:
+        """Sequences at once where speed is all that counts."""
+        return self.batch if self.batch > 1 else _OTHER_BATCH
+
+    def _truth(self, group: list[tuple[str, list[int]]]) -> list[dict[str, Any]]:
+        """The reference's answers and KV rows, computed once a prompt. Where its rows do not depend
+        on their company, many at once.
+        """
+        new = [(name, ids) for name, ids in group if name not in self.known]
+        if not new:
+            return [self.known[name] for name, _ in group]
+        batch = self._bulk if self.reference.facts["bitwise"] else self.batch
+        made = self.reference.state(
+            [ids for _, ids in new], sampling=self._greedy(), overrides=PLAIN, batch=batch
+        )
+        self.known |= {name: answer for (name, _), answer in zip(new, made, strict=True)}
+        return [self.known[name] for name, _ in group]
+
     def _force(self, group: list[tuple[str, list[int]]], batch: int) -> None:
         """The reference's streams and rows, the candidate's free answers against them where it gave
         any, and its choices and rows with the streams as context.
         """
         if not group:
             return
-        prompts = [ids for _, ids in group]
-        truth = self.reference.state(prompts, sampling=self._greedy(), overrides=PLAIN, batch=batch)
+        prompts, truth = [ids for _, ids in group], self._truth(group)
         streams = [t["token_ids"] for t in truth]
         free = [
             (name, self.answers.get(name), stream)
@@ -294,8 +320,7 @@ class Comparison:
     def _logits(self, group: list[tuple[str, list[int]]], batch: int) -> None:
         """Bits of the logits at every position of some prompts; numbers for the certified level."""
         prompts = [ids for _, ids in group]
-        truth = self.reference.state(prompts, sampling=self._greedy(), overrides=PLAIN, batch=batch)
-        streams = [t["token_ids"] for t in truth]
+        streams = [t["token_ids"] for t in self._truth(group)]
         ours = self.reference.force(prompts, streams, overrides=PLAIN, batch=batch, logits=True)
         theirs = self._theirs(
             lambda: self.after.force(
@@ -379,7 +404,11 @@ class Comparison:
             "rows",
             count=len(prompts),
         )
-        ours = self.reference.state(prompts, sampling=each, overrides=PLAIN, batch=batch)
+        ours = (
+            self.reference.state(prompts, sampling=each, overrides=PLAIN, batch=batch)
+            if sampled
+            else self._truth(group)
+        )
         wrong = []
         for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             count = len(a["token_ids"])

@@ -38,7 +38,7 @@ def load(
     made_spec, made_engine = apply(
         change, base_spec, EngineConfig.from_mapping(_decoded(engine or {}))
     )
-    llm = LLM(model, draft, spec=made_spec, engine=made_engine)
+    llm = LLM(model, draft, spec=made_spec, engine=made_engine, tuned="off")
     return LLMEngine(llm, change, base_spec)
 
 

@@ -47,6 +47,7 @@ def judge(
     spec: SpecConfig | None = None,
     engine: EngineConfig | None = None,
     tree: Path | None = None,
+    base_tree: Path | None = None,
     batch: int = 1,
     level: str = "bitwise",
     seed: int | None = None,
@@ -64,7 +65,8 @@ def judge(
         candidate: what should; if it has a patch, `tree` is the patched tree.
         suite: all prompts there are; the gate takes from its own half (`prompts.split`).
         model, draft, spec, engine: what both are applied to.
-        tree: source tree of the candidate; None: this one.
+        tree: source tree of the candidate; None: the trusted one.
+        base_tree: the trusted source tree; None: the one that this process runs.
         batch: sequences decoded together in the deployment.
         level: "bitwise": tokens, KV rows and logits equal the reference's in every bit.
             "certified": tokens equal everywhere, and numbers differ by no more than two
@@ -105,7 +107,7 @@ def judge(
                 candidate=change,
                 spec=spec,
                 engine=base,
-                tree=where,
+                tree=where or base_tree,
                 limits=None if trusted else limits,
                 env=None if trusted else env,
                 factory=factory,

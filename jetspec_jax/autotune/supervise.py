@@ -74,7 +74,11 @@ class Ending:
         if self.reason == "exit":
             if self.status is not None and self.status < 0:
                 return f"{what} was ended by {signal.Signals(-self.status).name}"
-            return f"{what} ended with status {self.status}"
+            shell = ""  # a shell tells of a signal in its own way
+            if self.status is not None and 128 < self.status < 128 + signal.NSIG:
+                with contextlib.suppress(ValueError):
+                    shell = f" ({signal.Signals(self.status - 128).name})"
+            return f"{what} ended with status {self.status}{shell}"
         used = {
             "time": f"{self.seconds:.1f} s",
             "memory": f"{self.memory_bytes / 2**20:.0f} MiB",
@@ -198,4 +202,9 @@ def run(
 ) -> Ending:
     """Runs a command to its end; what it prints goes to the file `log`."""
     with open(log, "wb") as file:
-        return Supervised(command, cwd, limits, env=env, stdout=file, stderr=file).wait()
+        supervised = Supervised(command, cwd, limits, env=env, stdout=file, stderr=file)
+        try:
+            return supervised.wait()
+        except BaseException:  # Ctrl-C: what was started must not go on
+            supervised.stop()
+            raise

@@ -25,8 +25,10 @@ _SET_NO_NEW_PRIVS, _SET_CHILD_SUBREAPER = 38, 36  # prctl
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same number on every machine
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _TRUNCATE, _IOCTL = 1 << 14, 1 << 15
-_POLL_S, _DISK_POLL_S, _KILL_S = 0.05, 0.25, 20.0
+# A look at /proc costs milliseconds: more often would slow what is measured.
+_POLL_S, _DISK_POLL_S, _KILL_S = 0.25, 0.5, 20.0
 _LEAVE_S = 0.5  # for processes to end by themselves after the one that started them
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -167,6 +169,8 @@ def _start(job, result):
         os.set_inheritable(report, False)
         for fd in (job["lifeline"], result):
             os.close(fd)
+        for number in (*_IGNORED, signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores the last two
+            signal.signal(number, signal.SIG_DFL)
         os.setsid()
         os.chdir(job["cwd"])
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -183,8 +187,14 @@ def _start(job, result):
         os._exit(127)
 
 
-def watch(job, pid, started):
+def watch(job, pid, started, wake):
     """Waits for the command or for the first limit that it passes.
+
+    Args:
+        job: what was asked for.
+        pid: of the command.
+        started: time.monotonic() of its start.
+        wake: a descriptor that can be read when a child has ended.
 
     Returns:
         (reason, wait status or None, most bytes in memory, most bytes on disk).
@@ -193,10 +203,11 @@ def watch(job, pid, started):
     while True:
         status = reap().get(pid)
         now = time.monotonic()
-        if now >= next_disk or status is not None:
+        if job["disk_bytes"] and (now >= next_disk or status is not None):
             disk = max(disk, folder_bytes(job["disk_folders"]))
             next_disk = now + _DISK_POLL_S
-        living = descendants(me)
+        watched = job["memory_bytes"] or job["processes"]
+        living = descendants(me) if watched else {}
         memory = max(memory, sum(living.values()) * _PAGE)
         if job["disk_bytes"] and disk > job["disk_bytes"]:
             return "disk", status, memory, disk
@@ -208,24 +219,33 @@ def watch(job, pid, started):
             return "memory", None, memory, disk
         if job["processes"] and len(living) > job["processes"]:
             return "processes", None, memory, disk
-        if select.select([job["lifeline"]], [], [], _POLL_S)[0]:
-            return "stopped", None, memory, disk  # whoever wanted the result has gone, or said so
+        # Whoever wanted the result closes the lifeline, or dies; a child that ends wakes us, too.
+        ready = select.select([job["lifeline"], wake], [], [], _POLL_S)[0]
+        if job["lifeline"] in ready:
+            return "stopped", None, memory, disk
+        if ready:
+            os.read(wake, 512)
 
 
 def main():
     job = json.loads(sys.argv[1])
     result, started = job["result"], time.monotonic()
     _libc().prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)  # we end through the lifeline, after the command
+    wake, waker = os.pipe()
+    for fd in (wake, waker):
+        os.set_blocking(fd, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     pid, problem = _start(job, result)
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):  # the command's ends must be the only ones: readers wait for end of file
         os.dup2(null, fd)
-    reason, status, memory, disk = watch(job, pid, started)
+    reason, status, memory, disk = watch(job, pid, started, wake)
     until = time.monotonic() + (_LEAVE_S if reason == "exit" else 0.0)
     while time.monotonic() < until and descendants(os.getpid()):
-        time.sleep(_POLL_S / 5)
+        time.sleep(0.01)
         reap()
     stray = kill_all(os.getpid())
     document = {

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import jetspec_jax
+from tests.autotune.conftest import workers  # noqa: F401  # serve.autotune runs over them, too
 from tests.serve.fake_llm import FakeLLM
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from jetspec_jax.autotune.lookup import heuristic
 from jetspec_jax.config import EngineConfig, ModelConfig, SamplingParams, SpecConfig
 from jetspec_jax.results import GenerationResult, RoundTrace, StreamChunk, Timings
 from jetspec_jax.stats import SpecStats
@@ -75,7 +76,11 @@ class FakeLLM:
         spec: SpecConfig | None = None,
         engine: EngineConfig | None = None,
         progress: Any = None,
+        tuned: Any = None,
+        batch: int = 1,
     ) -> None:
+        self.asked = {"tuned": tuned, "batch": batch}
+        self.tuned = heuristic("heuristic: no tuned entry for this deployment")
         self.model_config, self.draft_config = MODEL, None
         self.tokenizer = ByteTokenizer()
         self.spec, self.engine = spec or SpecConfig(), engine or EngineConfig()
