@@ -207,5 +207,10 @@ def draw(
         axis.grid(axis="y", linewidth=0.8)
         axis.set_xlabel("trial; filled: all prompts, hollow: pruned, x: refused; line: best so far")
         axis.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=9)
-        figure.savefig(path, metadata={"Date": None}, facecolor="white", dpi=120)
+        figure.savefig(
+            path,
+            metadata={"Date": None} if path.suffix == ".svg" else None,
+            facecolor="white",
+            dpi=120,
+        )
     return path

@@ -171,7 +171,7 @@ def first(space: Sequence[Known], base: Candidate, seeds: Sequence[Candidate]) -
     moved = [p for p in space if p.name in place or p.name.startswith(("kernel.", "engine."))]
     for p in sorted(moved, key=lambda p: place.get(p.name, len(place))):
         found += [here | {p.name: value} for value in _moves(p, here[p.name])]
-    return found
+    return [params for params in found if params != here]
 
 
 def _moves(p: Known, value: Any) -> list[Any]:

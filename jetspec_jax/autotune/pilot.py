@@ -74,10 +74,9 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """What a caller may show: a finished trial, and the best so far."""
+    """What a caller may show: a search that begins, or one more finished trial, and the best."""
 
     part: str
-    trial: Finished
     best: Finished | None
     count: int
 
@@ -228,9 +227,12 @@ class Pilot:
         )
         refused = self.ledger.refused()
 
-        def show(trial: Finished) -> None:
+        def progress() -> None:
+            self._show(Progress(part.name, search.best, len(search.finished)))
+
+        def show(_: Finished) -> None:
             self.finished += 1
-            self._show(Progress(part.name, trial, search.best, len(search.finished)))
+            progress()
             self._save()
 
         with self._pairs(incumbent) as pairs:
@@ -257,6 +259,7 @@ class Pilot:
             self.finished += before
             if before:
                 self._say(f"{part.name}: goes on after {before} finished trials")
+            progress()
             why = search.run(
                 objective,
                 trials=self._trials,

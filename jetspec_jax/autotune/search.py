@@ -312,7 +312,10 @@ class Search:
         seen = {self._identity(p) for p in self._plan}
         found: list[Params] = []
         for _ in range(count * _TRIES):
-            params = scratch.ask(self._space).params
+            params = {n: _rounded(v) for n, v in scratch.ask(self._space).params.items()}
+            params = {n: v for n, v in params.items() if _holds(self._space[n], v)}
+            if len(params) < len(self._space):
+                continue  # rounded out of its range
             identity = self._identity(params)
             if identity not in seen:
                 seen.add(identity)
@@ -344,6 +347,11 @@ def _ended(study: Any) -> list[Any]:
 def _finished(study: Any) -> list[Finished]:
     results = [t.user_attrs[_RESULT] for t in _ended(study)]
     return [Finished(**{**r, "steps": tuple(r["steps"])}) for r in results]
+
+
+def _rounded(value: Any) -> Any:
+    """Three digits say all that a measurement can."""
+    return float(f"{value:.3g}") if isinstance(value, float) else value
 
 
 def _holds(distribution: Any, value: Any) -> bool:
