@@ -138,16 +138,17 @@ def measure_profile(
     )
     timed = costs.measure(llm, timed_plan, batch)
     phases = _phases(llm, plan, batch)
-    rest = phases["accept"] + phases["commit"]
+    whole = phases if full else _phases(llm, timed_plan, batch)
+    rest = whole["accept"] + whole["commit"]
+    # Of a drafted round as it was timed, what the phases that were timed alone do not explain.
+    around = whole["draft"] + whole["tree"] - timed["t_draft_s"] + rest
     verify = {
-        n: max(t - rest, _TINY) for n, t in timed["t_verify_s"].items() if t < costs.NEVER / 2
+        n: max(t - around, _TINY) for n, t in timed["t_verify_s"].items() if t < costs.NEVER / 2
     }
     verify[1] = max(timed["t_plain_s"] - rest, _TINY)
     level = 0.0
     for n, t in verify.items():  # more rows never cost less: a dip is noise
         level = verify[n] = max(level, t)
-    drafting = timed["t_draft_s"] if full else phases["draft"] + phases["tree"]
-    draft = min(phases["draft"], drafting)
     return Profile(
         device=hardware or measure_device(),
         shape=shape_of(llm, plan),
@@ -156,8 +157,8 @@ def measure_profile(
         context=costs.prompt_tokens(llm.capacity),
         plain_s=timed["t_plain_s"],
         verify_s=verify,
-        draft_s=draft,
-        tree_s=drafting - draft,
+        draft_s=phases["draft"],
+        tree_s=phases["tree"],
         accept_s=phases["accept"],
         commit_s=phases["commit"],
         host_s=phases["host"],
@@ -229,7 +230,7 @@ def _after_verify(session: Session) -> dict[str, float]:
     def accepting(state: DecodeState, tree: Any, choice: Array, turns: Array) -> Array:
         def turn(_: Array, choice: Array) -> Array:
             walk = walk_tree(plan, tree, choice)
-            count, *_ = truncate_at_stop(
+            count, _finished, _reason = truncate_at_stop(
                 walk.emitted, walk.accepted + 1, state.stop_ids, state.limit - state.committed
             )
             return (choice + walk.emitted.sum() + count.sum()) % vocab
