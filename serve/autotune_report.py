@@ -151,6 +151,8 @@ def _words(params: Mapping[str, Any]) -> str:
 
 def _pattern(p: Pattern) -> str:
     speed = "" if p.measured is None else f", {p.measured:.3f}x [{p.low:.3f}, {p.high:.3f}]"
+    if p.predicted is not None:
+        speed += f" (predicted {p.predicted:.3f}x against its incumbent)"
     counter = "" if p.counter_example is None else f"; counter-example {p.counter_example}"
     origin = "" if p.trusted else "; imported, not judged here"
     reason = "" if p.accepted else f": {p.report.get('reason', '')}"

@@ -264,7 +264,9 @@ class Search:
             with contextlib.closing(values):
                 for value in values:
                     steps.append(value)
-                    pruned = best is not None and behind(steps, best.steps)
+                    # the reference's own value is 0 everywhere: no trial gains by being behind it
+                    rivals = [[0.0] * len(steps), *([best.steps] if best is not None else [])]
+                    pruned = any(behind(steps, rival) for rival in rivals)
                     if pruned:
                         break
                     if time.monotonic() >= deadline:
