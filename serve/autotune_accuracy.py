@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from jetspec_jax.config import SpecConfig
+from jetspec_jax.config import WEIGHTS, SpecConfig
 from jetspec_jax.errors import ConfigError
 from serve import cli
 
@@ -55,13 +55,19 @@ def build_parser() -> cli.Parser:
         "--batches", default="1,4", metavar="N,...", help="sequences at once (default: 1,4)"
     )
     parser.add_argument(
+        "--drafters",
+        default=",".join(DRAFTERS),
+        metavar="D,...",
+        help="default: head,hybrid,lookup",
+    )
+    parser.add_argument(
         "--weights", default="stored,float32", metavar="W,...", help="default: stored,float32"
     )
     parser.add_argument(
         "--rounds", type=int, default=12, metavar="N", help="rounds of a timing (default: 12)"
     )
     parser.add_argument(
-        "--repeats", type=int, default=5, metavar="N", help="timings, median counts (default: 5)"
+        "--repeats", type=int, default=5, metavar="N", help="timings, the least counts (default: 5)"
     )
     parser.add_argument("--profiles", metavar="DIR", help="write the measured profiles there")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
@@ -84,9 +90,20 @@ def numbers(text: str, flag: str) -> list[int]:
     return found
 
 
+def words(text: str, known: Sequence[str], flag: str) -> list[str]:
+    """ "head,lookup" -> ["head", "lookup"], all of them known."""
+    found = text.split(",")
+    for word in found:
+        if word not in known:
+            raise ConfigError(f"{flag} {text}: {word!r} is not one of {', '.join(known)}")
+    return found
+
+
 def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     budgets = numbers(args.budgets, "--budgets")
     batches = numbers(args.batches, "--batches")
+    drafters = words(args.drafters, DRAFTERS, "--drafters")
+    formats = words(args.weights, WEIGHTS, "--weights")
     if args.rounds < 1 or args.repeats < 1:
         raise ConfigError("--rounds and --repeats: give at least 1")
     out = None
@@ -103,14 +120,14 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
 
     hardware = measure_device()
     rows: list[Row] = []
-    for weights in args.weights.split(","):
+    for weights in formats:
         engine = EngineConfig(weights=weights, capacity=CAPACITY)
         cli.say(f"weights {weights}")
         import jetspec_jax
 
         llm = jetspec_jax.LLM(engine=engine)
         found = {}
-        for drafter in DRAFTERS:
+        for drafter in drafters:
             spec = _spec(drafter, None)
             with cli.phase(f"profile of {drafter}"):
                 found[drafter] = measure_profile(llm, 1, spec, hardware=hardware)
@@ -170,7 +187,7 @@ def measure_rows(
         drafter, budget, batch = key
         profile = dataclasses.replace(at_batch(profiles[drafter], batch), rounds_per_call=rounds)
         predicted = predict_round(profile, nodes[key])
-        measured = statistics.median(times[key])
+        measured = min(times[key])  # as profiles take the least of their turns
         rows.append(Row(weights, drafter, budget, batch, nodes[key], predicted, measured))
     return rows
 

@@ -16,8 +16,10 @@ from jetspec_jax.autotune import explorers, external, gate, ledger, pilot, sessi
 from jetspec_jax.autotune.brief import Brief
 from jetspec_jax.autotune.candidate import Candidate
 from jetspec_jax.autotune.client import TREE, Worker
+from jetspec_jax.autotune.cost_model import predict_round
 from jetspec_jax.autotune.key import code_version
 from jetspec_jax.autotune.memory import Memory
+from jetspec_jax.autotune.pairs import Figures
 from jetspec_jax.autotune.tally import Effort
 from jetspec_jax.config import EngineConfig, SamplingParams
 from serve import autotune_survey, cli
@@ -150,6 +152,7 @@ def _search(
         seed=args.seed,
         code=code,
         gate_seconds=budget,
+        predict=functools.partial(_predict, survey),
         external=functools.partial(_explore, args, engine, survey, out, memory, say=bar.say),
     )
     run_it = pilot.Pilot(
@@ -185,6 +188,17 @@ def _search(
     else:
         print("\n".join(f"{k} = {json.dumps(v)}" for k, v in document["params"].items()))
     return cli.INTERRUPTED if interrupted else 0
+
+
+def _predict(survey: Survey, reference: Figures, candidate: Figures) -> float | None:
+    """Speed ratio by rounds and nodes alone: what the clock says should not be far from it."""
+    if survey.profile is None or not (reference.rounds and candidate.rounds):
+        return None
+    spent = [
+        f.rounds * predict_round(survey.profile, max(f.nodes / f.rounds, 1.0))
+        for f in (reference, candidate)
+    ]
+    return spent[0] / spent[1]
 
 
 def _worker(args: argparse.Namespace, engine: EngineConfig, candidate: Candidate) -> Worker:

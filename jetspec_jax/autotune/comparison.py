@@ -122,12 +122,14 @@ class Comparison:
         self.say("gate: free running, in pairs")
         mine = self._pairs()
         self.say("gate: token forcing on the same prompts")
-        self._force(mine, self.batch)
+        # Free running in the deployment's own batch has answered them already, choice by choice;
+        # this compares rows, and the same choices in the batch in which the rest is forced.
+        bulk = self._bulk
+        self._force(mine, bulk)
         if self.found.speed is not None and self.found.speed[2] < 1.0:
             ratio, _, high = self.found.speed
             raise Refused(f"slower: ratio {ratio:.3f}, upper bound {high:.3f} is below 1")
         self.say("gate: logits, sampled answers, the other batch")
-        bulk = self._bulk
         self._logits(mine[: self.effort.logits], bulk)
         self._sampled()
         self._free_state(mine[:4])
@@ -382,7 +384,7 @@ class Comparison:
     def _free_state(self, group: list[tuple[str, list[int]]]) -> None:
         """KV rows after free running, in the deployment's batch and in the other regime."""
         each = [self._greedy()] * len(group)
-        for batch in (self.batch, 4 if self.batch == 1 else 1):
+        for batch in (self.batch, _OTHER_BATCH if self.batch == 1 else 1):
             self._states(group, each, batch, sampled=False)
 
     def _states(

@@ -14,6 +14,8 @@ from jetspec_jax.autotune.candidate import Candidate, apply, tuples
 from jetspec_jax.config import EngineConfig, SamplingParams, SpecConfig
 from jetspec_jax.engine import LLM
 from jetspec_jax.errors import ConfigError
+from jetspec_jax.plan import RoundPlan
+from jetspec_jax.policy import Costs
 from jetspec_jax.session import Session
 from jetspec_jax.state import LENGTH, RUNNING
 
@@ -130,11 +132,23 @@ class LLMEngine:
         each = [dataclasses.replace(_sampling(s), logprobs=logprobs) for s in sampling]
         plan = llm.plan_for(spec, each)
         size = next(b for b in (1, 2, 4, 8, 16, 32, 64, 128, 256) if b >= batch)
-        table = llm._table(plan, size)
+        table = self._any_table(plan, size)
         for at in range(0, len(prompts), size):
-            with llm.session(plan, size, table) as session:
+            with llm.session(plan, size, table, spec.policy) as session:
                 session.compile(details=details)
                 yield session, list(range(at, min(at + size, len(prompts)))), each, spec
+
+    def _any_table(self, plan: RoundPlan, batch: int) -> Costs | None:
+        """Costs by which rounds choose their budgets: of this batch where they are measured, else
+        of another batch of the same plan. A table decides how fast a check runs, never its tokens,
+        and measuring one takes longer than the check.
+        """
+        llm = self.llm
+        wanted = dataclasses.replace(plan, logprobs=None, sampled=False)
+        for (known, size), table in llm._costs.items():
+            if size != batch and dataclasses.replace(known, sampled=False) == wanted:
+                return llm._costs.get((dataclasses.replace(plan, logprobs=None), batch), table)
+        return llm._table(plan, batch)
 
     def state(
         self,

@@ -130,24 +130,25 @@ def measure_profile(
     """
     spec = llm.resolve(spec) if spec is not None else llm.spec
     plan = dataclasses.replace(llm.plan_for(spec), budgets=tuple(nodes))
-    # Lookup finds nothing in the text that is timed, so that its trees are empty: what nodes cost
-    # is the head's to tell where there is one.
+    # Lookup finds no more than its branches hold: what more nodes cost is the head's to tell where
+    # there is one.
     full = plan if plan.uses_head or llm.draft_config is None else None
     timed_plan = full or dataclasses.replace(
         llm.plan_for(llm.resolve(SpecConfig())), budgets=tuple(nodes)
     )
     timed = costs.measure(llm, timed_plan, batch)
     phases = _phases(llm, plan, batch)
-    rest = phases["accept"] + phases["commit"]
+    whole = phases if full else _phases(llm, timed_plan, batch)
+    rest = whole["accept"] + whole["commit"]
+    # Of a drafted round as it was timed, what the phases that were timed alone do not explain.
+    around = whole["draft"] + whole["tree"] - timed["t_draft_s"] + rest
     verify = {
-        n: max(t - rest, _TINY) for n, t in timed["t_verify_s"].items() if t < costs.NEVER / 2
+        n: max(t - around, _TINY) for n, t in timed["t_verify_s"].items() if t < costs.NEVER / 2
     }
     verify[1] = max(timed["t_plain_s"] - rest, _TINY)
     level = 0.0
     for n, t in verify.items():  # more rows never cost less: a dip is noise
         level = verify[n] = max(level, t)
-    drafting = timed["t_draft_s"] if full else phases["draft"] + phases["tree"]
-    draft = min(phases["draft"], drafting)
     return Profile(
         device=hardware or measure_device(),
         shape=shape_of(llm, plan),
@@ -156,8 +157,8 @@ def measure_profile(
         context=costs.prompt_tokens(llm.capacity),
         plain_s=timed["t_plain_s"],
         verify_s=verify,
-        draft_s=draft,
-        tree_s=drafting - draft,
+        draft_s=phases["draft"],
+        tree_s=phases["tree"],
         accept_s=phases["accept"],
         commit_s=phases["commit"],
         host_s=phases["host"],
@@ -168,8 +169,7 @@ def _phases(llm: LLM, plan: RoundPlan, batch: int) -> dict[str, float]:
     """Seconds of the small phases, each alone."""
     tokens = costs.prompt_tokens(llm.capacity)
     with llm.session(plan, batch, costs.unmeasured(plan)) as session:
-        prompt = [int(i) for i in range(tokens)]
-        prompt = [i % llm.model_config.vocab_size for i in prompt]
+        prompt = costs.prompt_for(plan, tokens)
         for slot in range(batch):
             session.admit(slot, prompt, llm.capacity, (), SamplingParams(), True)
         found = {
@@ -229,7 +229,7 @@ def _after_verify(session: Session) -> dict[str, float]:
     def accepting(state: DecodeState, tree: Any, choice: Array, turns: Array) -> Array:
         def turn(_: Array, choice: Array) -> Array:
             walk = walk_tree(plan, tree, choice)
-            count, *_ = truncate_at_stop(
+            count, _finished, _reason = truncate_at_stop(
                 walk.emitted, walk.accepted + 1, state.stop_ids, state.limit - state.committed
             )
             return (choice + walk.emitted.sum() + count.sum()) % vocab

@@ -26,10 +26,10 @@ class Effort:
 
     positions: int = positions_for(0.01)
     least: int = positions_for(0.05)
-    pairs: int = 24
-    tokens: int = 160
-    logits: int = 8
-    sampled: int = 8
+    pairs: int = 20
+    tokens: int = 128
+    logits: int = 4
+    sampled: int = 4
 
 
 class Refused(Exception):
