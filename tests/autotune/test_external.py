@@ -14,6 +14,7 @@ from jetspec_jax.autotune.external import Attempt, Budget, explore
 from jetspec_jax.autotune.gate import judge
 from jetspec_jax.autotune.memory import Memory
 from jetspec_jax.autotune.prompts import split
+from jetspec_jax.autotune.supervisor import landlock_version
 from jetspec_jax.autotune.tally import Effort
 from jetspec_jax.errors import ConfigError, InputError
 from tests.autotune.samples import KEY
@@ -42,7 +43,18 @@ GOOD = "toy.write_text(faster(toy.read_text()))"
 
 @pytest.fixture
 def tree(tmp_path):
+    if landlock_version() < external._LEAST_LANDLOCK:
+        pytest.skip("this kernel has no Landlock: external explorers are refused (tested below)")
     return make(tmp_path)
+
+
+def test_without_landlock_external_explorers_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(external, "landlock_version", lambda: 0)
+    with pytest.raises(ConfigError, match="Landlock"):
+        explore(
+            "cmd:true", tree=make(tmp_path), judge=judge, out=tmp_path / "out", brief=Brief(),
+            budget=BUDGET, tests=(),
+        )  # fmt: skip
 
 
 def attempt(tree, tmp_path, script: str, **changes) -> Attempt:
