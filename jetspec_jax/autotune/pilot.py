@@ -344,7 +344,7 @@ class Pilot:
                 return
             self._say(f"the gate judges {describe(candidate)}")
             # a gate looks at the clock between its steps, and a step takes some seconds
-            seconds = 0.95 * left if search != "known" else min(left, self.task.gate_seconds)
+            seconds = 0.95 * left
             verdict = self.task.judge(incumbent, candidate, seconds)
             self._say(f"{'accepted' if verdict.accepted else 'refused'}: {verdict.reason}")
             session.verdicts.append(
