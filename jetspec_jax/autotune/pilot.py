@@ -385,7 +385,11 @@ class Pilot:
         facts = [
             self.task.key.to_json(),
             self.session.incumbent.id,
-            [repr(p) for p in part.space],
+            # not repr(p): a declaration may hold functions, whose addresses change
+            [
+                [p.name, p.kind, list(p.choices), p.low, p.high, p.log, p.default]
+                for p in part.space
+            ],
             self.task.seed,
             self.task.code,
         ]
