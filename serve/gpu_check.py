@@ -149,7 +149,7 @@ def counted(junit: Path) -> dict[str, int]:
     except (OSError, ElementTree.ParseError):
         return {}
     names = ("tests", "failures", "errors", "skipped")
-    total = dict.fromkeys(names, 0)
+    total: dict[str, int] = dict.fromkeys(names, 0)
     for suite in suites:
         for name in names:
             total[name] += int(suite.get(name, 0))

@@ -27,7 +27,7 @@ OPTIONAL = ("flax", "pytest", "hypothesis", "jaxtyping", "beartype", "gguf", "ja
 TREES = (("exact", 8), ("accum_logp", 16), ("exact", 64))
 # Heads, widths and vocabulary of Qwen3-0.6B with fewer layers: every kernel shape of a dense target
 # with head dimension 128 is met, and it compiles in seconds.
-GEOMETRY = {
+GEOMETRY: dict[str, Any] = {
     "vocab_size": 8192,
     "hidden_size": 1024,
     "num_layers": 4,
@@ -37,7 +37,7 @@ GEOMETRY = {
     "ffn_size": 3072,
     "max_context": 2048,
 }
-HEAD = {
+HEAD: dict[str, Any] = {
     "num_layers": 2,
     "num_heads": 16,
     "num_kv_heads": 8,
