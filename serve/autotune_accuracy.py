@@ -125,7 +125,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
         cli.say(f"weights {weights}")
         import jetspec_jax
 
-        llm = jetspec_jax.LLM(engine=engine)
+        llm = jetspec_jax.LLM(engine=engine, tuned="off")
         found = {}
         for drafter in drafters:
             spec = _spec(drafter, None)
