@@ -13,6 +13,9 @@ SUITES ?= humaneval,gsm8k,mtbench
 # Skipped by `make test`, which has no Triton: gpu-compile brings it.
 TRITON_TESTS := $(addprefix tests/pallas_kernels/,test_build_tree_gpu.py test_projection_triton.py \
   test_tree_attention_triton.py test_gpu_apis.py)
+# Mosaic kernels in Pallas' interpreter: the part of JAX that moves most.
+PALLAS_TESTS := $(addprefix tests/pallas_kernels/,test_mosaic_api.py test_tree_attention_mosaic.py test_verify_head_gpu.py \
+  test_row_invariant_matmul_gpu.py test_draft_head_topk_gpu.py test_gpu_dispatch.py)
 # Compiling is most of the tests' time, and most of it runs on one core. A file stays in one process.
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile
 # Versions come from uv.lock. --inexact keeps what requirements/data.txt adds beside it.
@@ -23,7 +26,7 @@ RUN := $(VENV)/.installed-run-$(KIND)
 DEV := $(VENV)/.installed-dev-$(KIND)
 INPUTS := pyproject.toml uv.lock requirements/data.txt
 
-.PHONY: help demo test test-fast asan train-smoke gpu-compile lint format types check bench bench-peers lock hooks install dev clean distclean
+.PHONY: help demo test test-fast asan train-smoke gpu-compile test-next lint format types check gpu-check bench bench-peers lock hooks install dev clean distclean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -49,6 +52,14 @@ gpu-compile: $(DEV)  ## Kernels compile for H100 and RTX PRO 6000, and training 
 	  $(BIN)/python -m pytest -q -rN --durations 0 --durations-min 5 $(PARALLEL) $(TRITON_TESTS); \
 	  $(BIN)/python -m pallas_kernels.gpu_compile --quick; \
 	  $(BIN)/python -m train.gpu_compile --config configs/train/qwen3_8b.toml --geometry qwen3-8b
+
+test-next: $(DEV)  ## Mosaic kernels on the next JAX (requirements/jax-next.txt), in the interpreter
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(VENV)/jax-next -r requirements/jax-next.txt
+	@PYTHONPATH=$(VENV)/jax-next $(BIN)/python -m pytest -q $(PALLAS_TESTS)
+
+# No set-up: a GPU machine may have no network. PYTHON is one with JAX for CUDA.
+gpu-check:  ## On a GPU: gpu tests, exactness, a run, the bench; results in gpu-check/ (PYTHON=... ARGS="--wheels DIR")
+	@$(or $(PYTHON),python3) -m serve.gpu_check $(ARGS)
 
 lint: $(DEV)  ## ruff: lint and format check
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -105,10 +105,11 @@ def tiny_target(
     config: ModelConfig | None = None, *, seed: int = 0, engine: EngineConfig | None = None
 ) -> Target:
     """A random target. Its weights are large enough that greedy decoding does not fall into one
-    loop at once.
+    loop at once, at any width.
     """
     config = config or tiny_config()
-    params, kernels = _params(decoder.declare(config), seed, engine or EngineConfig(), 0.3)
+    std = 0.3 * (32 / config.hidden_size) ** 0.5
+    params, kernels = _params(decoder.declare(config), seed, engine or EngineConfig(), std)
     return Target(Path("tiny"), config, params, byte_tokenizer(), kernels, False)
 
 
@@ -134,7 +135,8 @@ def tiny_head(
         "block_size": 6,
     }
     config = DraftConfig(**{**values, **changes})
-    params, _ = _params(drafter.declare(config), seed, engine or EngineConfig(), 0.3)
+    std = 0.3 * (32 / config.hidden_size) ** 0.5
+    params, _ = _params(drafter.declare(config), seed, engine or EngineConfig(), std)
     ids = None
     if config.draft_vocab_size is not None:
         ids = np.sort(

@@ -19,6 +19,14 @@ from pallas_kernels import triton_call
 
 HOPPER = "h100"
 OTHER = "rtx-pro-6000"
+# Triton's other GPUs: sm_80 and sm_89. The same source, so some shapes of each op tell.
+OLDER = ("a100", "l40s")
+_OLDER_SHAPES = {
+    "tree_attention": ("qwen3-8b batch 1 rows 64", "smollm2-135m batch 1 rows 64"),
+    "row_invariant_matmul": ("qwen3-8b qkv rows 64", "smollm2-135m down rows 64", "down tokens 64"),
+    "verify_head": ("qwen3-8b rows 64",),
+    "build_tree": ("batch 1 nodes 64", "nodes 256"),
+}
 _HOPPER_CODE = ("HGMMA", "UTMALDG")
 
 
@@ -257,6 +265,14 @@ def all_cases() -> tuple[GpuCase, ...]:
         _accept_commit,
     )
     cases = tuple(case for generate in generators for case in generate())
+    cases += tuple(
+        dataclasses.replace(case, target=target, quick=False)
+        for case in cases
+        for target in OLDER
+        if case.form == "triton"
+        and case.target == OTHER
+        and any(shape in case.shape for shape in _OLDER_SHAPES[case.op])
+    )
     names = [case.name for case in cases]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

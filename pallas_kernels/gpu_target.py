@@ -39,6 +39,7 @@ class GpuTarget:
         threads_per_core: that a multiprocessor holds at once.
         l2: bytes of the level-2 cache.
         clock_ghz: boost clock.
+        fp32_lanes: float32 units of a multiprocessor.
     """
 
     name: str
@@ -53,6 +54,7 @@ class GpuTarget:
     threads_per_core: int = 2048
     l2: int = 52_428_800
     clock_ghz: float = 1.98
+    fp32_lanes: int = 128
 
 
 TARGETS = {
@@ -72,6 +74,34 @@ TARGETS = {
         l2=134_217_728,
         clock_ghz=2.617,
     ),
+    "a100": GpuTarget(
+        "NVIDIA A100-SXM4-80GB",
+        108,
+        84_974_239_744,
+        2.039e12,
+        312e12,
+        capability=(8, 0),
+        arch="sm_80",
+        shared_per_block=166_912,
+        shared_per_core=167_936,
+        l2=41_943_040,
+        clock_ghz=1.41,
+        fp32_lanes=64,
+    ),
+    "l40s": GpuTarget(
+        "NVIDIA L40S",
+        142,
+        47_810_871_296,
+        8.64e11,
+        362e12,
+        capability=(8, 9),
+        arch="sm_89",
+        shared_per_block=101_376,
+        shared_per_core=102_400,
+        threads_per_core=1536,
+        l2=100_663_296,
+        clock_ghz=2.52,
+    ),
 }
 REMEDY = "install them with `uv pip install --no-deps -r requirements/gpu-compile.txt`"
 
@@ -79,22 +109,26 @@ REMEDY = "install them with `uv pip install --no-deps -r requirements/gpu-compil
 def config_text(target: GpuTarget, toolkit: str = "13.0.0") -> str:
     """GpuTargetConfigProto of a GPU in text form."""
     major, minor = target.capability
+    # "sm_90a" has instructions that no later GPU keeps; "sm_80" has none
+    special = target.arch.endswith("a")
+    feature = "feature_extension: ACCELERATED_FEATURES" if special else ""
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024  threads_per_warp: 32
   shared_memory_per_block: 49152  shared_memory_per_core: {target.shared_per_core}
   shared_memory_per_block_optin: {target.shared_per_block}
-  threads_per_core_limit: {target.threads_per_core}  core_count: {target.cores}  fpus_per_core: 128
+  threads_per_core_limit: {target.threads_per_core}  core_count: {target.cores}
+  fpus_per_core: {target.fp32_lanes}
   block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
   memory_bandwidth: {target.bandwidth:.0f}  l2_cache_size: {target.l2}
   clock_rate_ghz: {target.clock_ghz}  device_memory_size: {target.memory}
   cuda_compute_capability {{
-    major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES
+    major: {major} minor: {minor} {feature}
   }}
   registers_per_core_limit: 65536  registers_per_block_limit: 65536
   thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64
   device_vendor: "NVIDIA Corporation"  name: "{target.name}"
-  platform_version: "Compute Capability {major}.{minor}a"
+  platform_version: "Compute Capability {major}.{minor}{"a" if special else ""}"
   device_address_bits: 64  ecc_enabled: true
   driver_version: "{toolkit}"  runtime_version: "{toolkit}"
   compile_time_toolkit_version: "{toolkit}"  dnn_version: "9.12.0"

@@ -21,8 +21,9 @@ from typing import Any, Literal
 Values = tuple[tuple[str, int], ...]  # ("<op>.<NAME>", value), by name
 Setup = Literal["none", "program", "engine", "build"]
 
-# Seconds before the first token of a trial whose value is new, measured on 2 cores with the bundled
-# model: data of a running program; programs to compile; a model to load; kernels to compile, too.
+# What a trial whose value is new waits for, in seconds by order of magnitude (not a measurement; it
+# depends on the machine and the model): nothing, as it is data of a running program; programs to
+# compile; a model to load, too; kernels to compile, too.
 SETUP_SECONDS: Mapping[Setup, float] = {"none": 0.0, "program": 4.0, "engine": 7.0, "build": 18.0}
 
 _PREFIX = "kernel."

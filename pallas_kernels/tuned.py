@@ -23,9 +23,10 @@ _FOLDER = Path(__file__).parent / "tuned"
 def family(kind: str) -> str | None:
     """Name in `gpu_target.TARGETS` of a device kind as JAX reports it, or None.
 
-    "NVIDIA H100 PCIe" and "NVIDIA H100 80GB HBM3" are both "h100".
+    "NVIDIA H100 PCIe" and "NVIDIA H100 80GB HBM3" are both "h100", "NVIDIA A100-SXM4-80GB" is
+    "a100".
     """
-    words = kind.lower().replace("nvidia", "").split()
+    words = kind.lower().replace("nvidia", "").replace("-", " ").split()
     for name in TARGETS:
         parts = name.split("-")
         if words[: len(parts)] == parts:

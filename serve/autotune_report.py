@@ -151,6 +151,8 @@ def _words(params: Mapping[str, Any]) -> str:
 
 def _pattern(p: Pattern) -> str:
     speed = "" if p.measured is None else f", {p.measured:.3f}x [{p.low:.3f}, {p.high:.3f}]"
+    if p.predicted is not None:
+        speed += f" (predicted {p.predicted:.3f}x against its incumbent)"
     counter = "" if p.counter_example is None else f"; counter-example {p.counter_example}"
     origin = "" if p.trusted else "; imported, not judged here"
     reason = "" if p.accepted else f": {p.report.get('reason', '')}"
@@ -207,5 +209,10 @@ def draw(
         axis.grid(axis="y", linewidth=0.8)
         axis.set_xlabel("trial; filled: all prompts, hollow: pruned, x: refused; line: best so far")
         axis.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=9)
-        figure.savefig(path, metadata={"Date": None}, facecolor="white", dpi=120)
+        figure.savefig(
+            path,
+            metadata={"Date": None} if path.suffix == ".svg" else None,
+            facecolor="white",
+            dpi=120,
+        )
     return path

@@ -152,6 +152,27 @@ def _copy_target_layers(
             flat[f"{here}.{name}"] = jnp.asarray(value, jnp.float32)
 
 
+def _move_vocabulary(params: Params, before: np.ndarray, now: np.ndarray) -> Params:
+    """The weights of a head for another draft vocabulary of the same size (other data chose it).
+    Only the path head has rows of its own for it; tokens that are new to it begin uncorrected.
+
+    Args:
+        params: of the head.
+        before: [Vd] int32, ids that its rows stand for.
+        now: [Vd] int32, ids that they shall stand for.
+    """
+    flat = flatten(params)
+    if "path.w2" not in flat:
+        return params
+    rows = np.asarray(flat["path.w2"])
+    moved = np.zeros_like(rows)
+    row_of = {int(token): row for row, token in enumerate(before)}
+    known = [(row, row_of[int(token)]) for row, token in enumerate(now) if int(token) in row_of]
+    to, source = np.asarray(known, np.int32).reshape(-1, 2).T
+    moved[to] = rows[source]
+    return nest({**flat, "path.w2": jnp.asarray(moved)})
+
+
 def first_params(
     cfg: TrainConfig,
     head: DraftConfig,
@@ -162,20 +183,19 @@ def first_params(
     """Weights at step 0: random, or from target layers, or from another head (`run.warm_start`)."""
     if cfg.run.warm_start:
         loaded = load_draft(cfg.run.warm_start, target)
-        same_ids = (loaded.id_map is None) == (id_map is None) and (
-            loaded.id_map is None or id_map is None or np.array_equal(loaded.id_map, id_map)
-        )
-        if loaded.config != head or not same_ids:
+        if loaded.config != head:
             what = [
                 f.name
                 for f in dataclasses.fields(head)
                 if getattr(head, f.name) != getattr(loaded.config, f.name)
             ]
             raise ConfigError(
-                f"run.warm_start={cfg.run.warm_start!r} differs in "
-                f"{', '.join(what) or 'draft vocabulary'}; set the same values"
+                f"run.warm_start={cfg.run.warm_start!r} differs in {', '.join(what)}; set the "
+                "same values"
             )
-        return loaded.params
+        if id_map is None or loaded.id_map is None or np.array_equal(loaded.id_map, id_map):
+            return loaded.params
+        return _move_vocabulary(loaded.params, loaded.id_map, id_map)
     flat = flatten(init_params(declare(head), jax.random.key(cfg.data.seed)))
     if cfg.draft.init_layers:
         _copy_target_layers(flat, head, target, target_params, cfg.draft.init_layers)

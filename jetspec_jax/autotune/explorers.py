@@ -14,20 +14,20 @@ from jetspec_jax.errors import ConfigError
 
 COMMAND = "cmd:"  # an external explorer, by its command line
 BUILTIN = ("tree", "kernel", "scheduler")
-# Single moves of the tree's parameters, in this order: what a round's time and its tokens hang on
-# most comes first; the rest is left to sampling.
+# Single moves of the tree's parameters, in this order; the rest is left to sampling. What proposes
+# other tokens comes before what only chooses among them.
 _LEVERAGE = (
-    "spec.head_depth",
-    "spec.path_head",
-    "spec.width",
-    "spec.budget",
     "spec.lookup_ngram",
+    "spec.head_depth",
     "spec.lookup_branches",
-    "spec.drafter",
     "policy.first_credit",
-    "policy.first_pause",
-    "policy.decay",
+    "spec.width",
     "policy.trust_high",
+    "policy.trust_decay",
+    "spec.path_head",
+    "spec.budget",
+    "policy.first_pause",
+    "spec.drafter",
 )
 _FINE = 8  # whole numbers with more values than this are halved and doubled
 _SCHEDULER = ("engine.prefill_chunk", "engine.attention_chunk", "engine.max_batch")
@@ -171,7 +171,7 @@ def first(space: Sequence[Known], base: Candidate, seeds: Sequence[Candidate]) -
     moved = [p for p in space if p.name in place or p.name.startswith(("kernel.", "engine."))]
     for p in sorted(moved, key=lambda p: place.get(p.name, len(place))):
         found += [here | {p.name: value} for value in _moves(p, here[p.name])]
-    return found
+    return [params for params in found if params != here]
 
 
 def _moves(p: Known, value: Any) -> list[Any]:

@@ -17,10 +17,17 @@ class Ledger:
     def __init__(self, memory: Memory, key: DeploymentKey, code: str) -> None:
         self.memory, self.key, self.code = memory, key, code
 
-    def judged(self, incumbent: Candidate, candidate: Candidate, verdict: Any) -> None:
+    def judged(
+        self,
+        incumbent: Candidate,
+        candidate: Candidate,
+        verdict: Any,
+        predicted: float | None = None,
+    ) -> None:
         """Into memory, with the ratio against the shipped heuristic: that is what a lookup
         compares. Bounds of a chain of accepted steps multiply. From another start the chain says
         nothing about the heuristic, so an accepted one is kept in the session alone.
+        `predicted` is the cost model's ratio against the incumbent.
         """
         chain = self.chain(incumbent)
         if chain is None and verdict.accepted:
@@ -35,7 +42,7 @@ class Ledger:
                 key=self.key,
                 candidate=candidate,
                 accepted=verdict.accepted,
-                predicted=None,
+                predicted=predicted,
                 measured=measured,
                 low=low,
                 high=high,

@@ -8,6 +8,7 @@ candidates share one engine process: only `engine.*`, `kernel.*` and a patch nee
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import statistics
 import time
@@ -66,6 +67,14 @@ def centre(values: Sequence[float]) -> float:
     return statistics.median((a + b) / 2 for i, a in enumerate(values) for b in values[: i + 1])
 
 
+@dataclasses.dataclass
+class Figures:
+    """Rounds of some answers, and the nodes they verified."""
+
+    rounds: int = 0
+    nodes: int = 0
+
+
 class Pairs:
     """Measures candidates against one reference, prompt by prompt.
 
@@ -98,7 +107,8 @@ class Pairs:
         self._workers: dict[str, Asked] = {}
         self._warm: set[tuple[str, str]] = set()
         self._turn = 0
-        self.figures: dict[str, dict[str, float]] = {}  # candidate id -> rounds, nodes, tokens
+        # candidate id -> "reference" and "candidate", on the same prompts
+        self.figures: dict[str, dict[str, Figures]] = {}
 
     def __enter__(self) -> Pairs:
         return self
@@ -165,8 +175,7 @@ class Pairs:
             )
             spent[mine] = max(a["decode_s"] for a in answers)
             texts[mine] = [list(a["token_ids"]) for a in answers]
-            if mine:
-                self._count(candidate, answers)
+            self._count(candidate.id, "candidate" if mine else "reference", answers)
         for member, (a, b) in enumerate(zip(texts[False], texts[True], strict=True)):
             if a != b:
                 at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
@@ -179,12 +188,11 @@ class Pairs:
             return None
         return math.log(spent[False] / spent[True])
 
-    def _count(self, candidate: Candidate, answers: Sequence[Mapping[str, Any]]) -> None:
-        kept = self.figures.setdefault(candidate.id, {"rounds": 0, "nodes": 0, "tokens": 0})
+    def _count(self, name: str, side: str, answers: Sequence[Mapping[str, Any]]) -> None:
+        kept = self.figures.setdefault(name, {}).setdefault(side, Figures())
         for answer in answers:
-            kept["rounds"] += answer["rounds"]
-            kept["nodes"] += answer["nodes"]
-            kept["tokens"] += len(answer["token_ids"])
+            kept.rounds += answer["rounds"]
+            kept.nodes += answer["nodes"]
 
     def _patience(self) -> float:
         return max(min(_TRIAL_S, self.deadline - time.monotonic()), 0.5)

@@ -19,7 +19,7 @@ from jetspec_jax.autotune.explorers import Part
 from jetspec_jax.autotune.key import DeploymentKey
 from jetspec_jax.autotune.ledger import Ledger
 from jetspec_jax.autotune.memory import Memory
-from jetspec_jax.autotune.pairs import Asked, Pairs, centre
+from jetspec_jax.autotune.pairs import Asked, Figures, Pairs, centre
 from jetspec_jax.autotune.search import Finished, Params, Search
 from jetspec_jax.autotune.session import Session
 from jetspec_jax.config import SamplingParams
@@ -34,6 +34,7 @@ _WORTH = 1.01  # measured ratio from which a finalist is shown to the gate
 _LEAST_S, _ENOUGH_S = 20.0, 60.0  # a search with less time is not begun; what one should have
 
 External = Callable[[str, Candidate, float], Any]  # command, incumbent, seconds -> Attempt
+Predict = Callable[[Figures, Figures], float | None]
 Judge = Callable[[Candidate, Candidate, float], Any]  # incumbent, candidate, seconds -> Verdict
 
 
@@ -54,6 +55,7 @@ class Task:
         seed: of everything random.
         code: version of the code.
         gate_seconds: what a gate is given, and what searches leave for it.
+        predict: the cost model's speed ratio from the rounds and nodes of both sides.
         external: runs an external explorer and judges its patch (`external.explore`).
     """
 
@@ -70,14 +72,14 @@ class Task:
     code: str = ""
     gate_seconds: float = 120.0
     external: External | None = None
+    predict: Predict = lambda reference, candidate: None
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """What a caller may show: a finished trial, and the best so far."""
+    """What a caller may show: a search that begins, or one more finished trial, and the best."""
 
     part: str
-    trial: Finished
     best: Finished | None
     count: int
 
@@ -109,6 +111,7 @@ class Pilot:
         self.memory = Memory(task.out / "memory.db")
         self.ledger = Ledger(self.memory, task.key, task.code)
         self._began, self._before = time.monotonic(), session.seconds
+        self._predicted: dict[str, float | None] = {}  # by candidate id
         self.finished = 0  # trials, those of an interrupted run included
 
     def run(self, names: Sequence[str]) -> None:
@@ -228,9 +231,12 @@ class Pilot:
         )
         refused = self.ledger.refused()
 
-        def show(trial: Finished) -> None:
+        def progress() -> None:
+            self._show(Progress(part.name, search.best, len(search.finished)))
+
+        def show(_: Finished) -> None:
             self.finished += 1
-            self._show(Progress(part.name, trial, search.best, len(search.finished)))
+            progress()
             self._save()
 
         with self._pairs(incumbent) as pairs:
@@ -257,6 +263,7 @@ class Pilot:
             self.finished += before
             if before:
                 self._say(f"{part.name}: goes on after {before} finished trials")
+            progress()
             why = search.run(
                 objective,
                 trials=self._trials,
@@ -316,6 +323,10 @@ class Pilot:
         except JetSpecError as error:
             self._say(f"{describe(candidate)}: {' '.join(str(error).split())}")
             return None
+        both = pairs.figures.get(candidate.id)
+        if both is not None:
+            predicted = self.task.predict(both["reference"], both["candidate"])
+            self._predicted[candidate.id] = predicted
         return steps
 
     # ---- the gate --------------------------------------------------------------------------------
@@ -333,7 +344,7 @@ class Pilot:
                 return
             self._say(f"the gate judges {describe(candidate)}")
             # a gate looks at the clock between its steps, and a step takes some seconds
-            seconds = 0.95 * left if search != "known" else min(left, self.task.gate_seconds)
+            seconds = 0.95 * left
             verdict = self.task.judge(incumbent, candidate, seconds)
             self._say(f"{'accepted' if verdict.accepted else 'refused'}: {verdict.reason}")
             session.verdicts.append(
@@ -349,7 +360,7 @@ class Pilot:
             if verdict.accepted:
                 session.incumbent = candidate
             self._save()
-            self.ledger.judged(incumbent, candidate, verdict)
+            self.ledger.judged(incumbent, candidate, verdict, self._predicted.get(candidate.id))
             if verdict.accepted:
                 return
 
@@ -374,7 +385,11 @@ class Pilot:
         facts = [
             self.task.key.to_json(),
             self.session.incumbent.id,
-            [repr(p) for p in part.space],
+            # not repr(p): a declaration may hold functions, whose addresses change
+            [
+                [p.name, p.kind, list(p.choices), p.low, p.high, p.log, p.default]
+                for p in part.space
+            ],
             self.task.seed,
             self.task.code,
         ]

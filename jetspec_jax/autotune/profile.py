@@ -130,8 +130,8 @@ def measure_profile(
     """
     spec = llm.resolve(spec) if spec is not None else llm.spec
     plan = dataclasses.replace(llm.plan_for(spec), budgets=tuple(nodes))
-    # Lookup finds nothing in the text that is timed, so that its trees are empty: what nodes cost
-    # is the head's to tell where there is one.
+    # Lookup finds no more than its branches hold: what more nodes cost is the head's to tell where
+    # there is one.
     full = plan if plan.uses_head or llm.draft_config is None else None
     timed_plan = full or dataclasses.replace(
         llm.plan_for(llm.resolve(SpecConfig())), budgets=tuple(nodes)
@@ -169,8 +169,7 @@ def _phases(llm: LLM, plan: RoundPlan, batch: int) -> dict[str, float]:
     """Seconds of the small phases, each alone."""
     tokens = costs.prompt_tokens(llm.capacity)
     with llm.session(plan, batch, costs.unmeasured(plan)) as session:
-        prompt = [int(i) for i in range(tokens)]
-        prompt = [i % llm.model_config.vocab_size for i in prompt]
+        prompt = costs.prompt_for(plan, tokens)
         for slot in range(batch):
             session.admit(slot, prompt, llm.capacity, (), SamplingParams(), True)
         found = {

@@ -264,7 +264,9 @@ class Search:
             with contextlib.closing(values):
                 for value in values:
                     steps.append(value)
-                    pruned = best is not None and behind(steps, best.steps)
+                    # the reference's own value is 0 everywhere: no trial gains by being behind it
+                    rivals = [[0.0] * len(steps), *([best.steps] if best is not None else [])]
+                    pruned = any(behind(steps, rival) for rival in rivals)
                     if pruned:
                         break
                     if time.monotonic() >= deadline:
@@ -312,7 +314,10 @@ class Search:
         seen = {self._identity(p) for p in self._plan}
         found: list[Params] = []
         for _ in range(count * _TRIES):
-            params = scratch.ask(self._space).params
+            params = {n: _rounded(v) for n, v in scratch.ask(self._space).params.items()}
+            params = {n: v for n, v in params.items() if _holds(self._space[n], v)}
+            if len(params) < len(self._space):
+                continue  # rounded out of its range
             identity = self._identity(params)
             if identity not in seen:
                 seen.add(identity)
@@ -344,6 +349,11 @@ def _ended(study: Any) -> list[Any]:
 def _finished(study: Any) -> list[Finished]:
     results = [t.user_attrs[_RESULT] for t in _ended(study)]
     return [Finished(**{**r, "steps": tuple(r["steps"])}) for r in results]
+
+
+def _rounded(value: Any) -> Any:
+    """Three digits say all that a measurement can."""
+    return float(f"{value:.3g}") if isinstance(value, float) else value
 
 
 def _holds(distribution: Any, value: Any) -> bool:

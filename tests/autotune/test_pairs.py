@@ -7,7 +7,7 @@ import math
 import pytest
 
 from jetspec_jax.autotune.candidate import Candidate
-from jetspec_jax.autotune.pairs import Pairs, centre, fixed, overrides
+from jetspec_jax.autotune.pairs import Figures, Pairs, centre, fixed, overrides
 from jetspec_jax.config import SamplingParams
 from jetspec_jax.errors import TokensDiffer, WorkerError
 from tests.autotune.fakes import FakeWorker
@@ -32,7 +32,8 @@ def test_ratios_are_against_the_reference_in_turn(workers: Workers) -> None:
     asked = ["spec.width" in p for p in workers.started[0].asked]
     assert asked == [False, True, True, False] * 3  # A B, B A
     assert workers.started[0].closed
-    assert measured.figures[WIDE.id] == {"rounds": 12, "nodes": 48, "tokens": 18}
+    both = Figures(rounds=12, nodes=48)
+    assert measured.figures[WIDE.id] == {"candidate": both, "reference": both}
 
 
 def test_a_machine_that_slows_down_favours_nobody(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from jetspec_jax.autotune import session as sessions
 from jetspec_jax.autotune.candidate import Candidate
+from jetspec_jax.autotune.explorers import parts
 from jetspec_jax.autotune.memory import Memory, Pattern
 from jetspec_jax.autotune.pilot import Pilot, Task, describe
 from jetspec_jax.config import SamplingParams
@@ -40,6 +42,7 @@ def pilot(
         judge=judge,
         out=out,
         code="c0de",
+        predict=lambda reference, candidate: reference.rounds / candidate.rounds + 0.25,
         gate_seconds=1.0,
     )
     begin = start or Candidate()
@@ -64,6 +67,7 @@ def test_finds_judges_and_remembers(workers: Workers, tmp_path: Path) -> None:
     best = Memory(tmp_path / "memory.db").best(KEY)
     assert best is not None and best.candidate.params == found
     assert best.measured == pytest.approx(seconds({}) / seconds(found))
+    assert best.predicted == 1.25
     assert best.report["against"]["params"] == steps[0]["candidate"]["params"]
     assert all(w.closed for w in workers.started)
     assert any("accepted" in line for line in said)
@@ -173,10 +177,23 @@ def history(made: Pilot) -> list[Any]:
     return [(v["candidate"], v["incumbent"], v["verdict"]["accepted"]) for v in steps]
 
 
+def test_another_process_finds_its_study_again(workers: Workers, tmp_path: Path) -> None:
+    """Functions in a declaration have other addresses there: they are no part of the name."""
+    made = pilot(tmp_path)
+    (one,), (two,), (three,) = (
+        parts("tree", [dataclasses.replace(p, **change) for p in SPACE])
+        for change in ({"applies": lambda: True}, {"applies": lambda: True}, {"log": True})
+    )
+    assert made._study(one) == made._study(two) != made._study(three)
+
+
 def test_the_time_is_kept(
     workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    calls: list[float] = []
+
     def slow(call: int) -> float:
+        calls.append(time.monotonic())
         time.sleep(0.01)
         return 1.0
 
@@ -186,8 +203,9 @@ def test_the_time_is_kept(
     began = time.monotonic()
     made = pilot(tmp_path, trials=None, deadline=began + 7.0)
     made.run(["tree"])
-    assert time.monotonic() - began < 9.0
-    assert made.finished and made.session.verdicts
+    assert calls and max(calls) < began + 7.5
+    assert time.monotonic() < max(began + 7.0, calls[-1]) + 10.0  # a loaded machine writes slowly
+    assert made.session.ended.get("tree") in (None, "the time is up")
 
 
 def test_one_process_a_folder_and_foreign_sessions(tmp_path: Path) -> None:

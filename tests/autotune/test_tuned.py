@@ -21,6 +21,7 @@ from jetspec_jax.engine import LLM
 from jetspec_jax.errors import ConfigError, KernelError
 from jetspec_jax.testing import tiny_head, tiny_target
 from tests.autotune.samples import KEY
+from tests.serve.tiny_files import write_head, write_target
 
 ENGINE = EngineConfig(capacity=192, attention_chunk=64, prefill_chunk=32)
 VERDICT = {
@@ -316,3 +317,30 @@ def test_one_file_must_be_for_this_deployment(
     with pytest.raises(ConfigError, match=r"is of another deployment \(target_family llama\)"):
         engine_of(parts, other)
     assert engine_of(parts, other, SpecConfig(mode="off"))[0].spec.width == 8
+
+
+def test_an_entry_that_changes_what_is_loaded_loads_again(tmp_path: Path) -> None:
+    model, head = write_target(tmp_path / "model"), write_head(tmp_path / "head")
+    config = dataclasses.replace(ENGINE, draft_weights="q8_0")
+
+    def load(where: Path | str, engine: EngineConfig = config) -> tuple[LLM, list[str]]:
+        said: list[str] = []
+        llm = LLM(model, head, engine=engine, tuned=where, progress=said.append)
+        return llm, said
+
+    base, _ = load("off")
+    if base.plan_for(base.spec).numerics.native is False:
+        pytest.skip("no native kernels here")
+    params = {"engine.draft_weights": "stored", "spec.width": 3}
+    write(dataclasses.replace(entry(params), key=key_of(base, 1, 192)), tmp_path / "tuned")
+    tuned, said = load(tmp_path / "tuned")
+    assert tuned.engine.draft_weights == "stored" and tuned.spec.width == 3
+    assert sum(line.startswith("loading draft head") for line in said) == 2
+    assert said.count(tuned.tuned.reason) == 1 and tuned.tuned.exact
+    # given explicitly, also at its default, it stays, and nothing is loaded twice
+    given = EngineConfig.from_mapping(
+        {"capacity": 192, "attention_chunk": 64, "prefill_chunk": 32, "draft_weights": "q8_0"}
+    )
+    kept, said = load(tmp_path / "tuned", given)
+    assert kept.engine.draft_weights == "q8_0" and kept.spec.width == 3
+    assert sum(line.startswith("loading draft head") for line in said) == 1

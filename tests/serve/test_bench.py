@@ -134,3 +134,12 @@ def test_bad_input_is_one_line(
     got = run(bench.main, *argv)
     assert got.code == code and words in got.error and got.out == ""
     assert fake.made == []
+
+
+def test_the_header_says_what_was_tuned(fake: Fake, run: Run) -> None:
+    from serve.report import facts_line
+
+    facts = run(bench.main, *ARGS, "--json").last["facts"]
+    assert facts["tuned"]["entry"] is None and "heuristic" in facts["tuned"]["reason"]
+    assert "tuned entry" not in facts_line(facts)
+    assert facts_line(facts | {"tuned": {"entry": "3f2a" * 4}}).endswith("tuned entry 3f2a3f2a")

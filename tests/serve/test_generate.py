@@ -276,3 +276,18 @@ def test_json_has_no_nan() -> None:
         cli.dump_json({"a": float("nan"), "b": [float("inf"), 1.5]})
         == '{"a": null, "b": [null, 1.5]}'
     )
+
+
+def test_tuned_reaches_the_engine_and_a_missing_path_is_refused(
+    fake: type[FakeLLM], run: Run
+) -> None:
+    def asked(*argv: str) -> dict[str, object]:
+        assert run(generate.main, "hello", "--json", *argv).code == 0
+        return fake.made[-1].asked
+
+    assert asked() == {"tuned": None, "batch": 1}
+    assert asked("--tuned", "off", "--batch-size", "4") == {"tuned": "off", "batch": 4}
+    outcome = run(generate.main, "hello", "--tuned", "/nowhere/tuned")
+    assert outcome.code == 2 and "--tuned /nowhere/tuned: no such file or folder" in outcome.error
+    document = run(generate.main, "hello", "--json").json
+    assert document["tuned"]["entry"] is None and "heuristic" in document["tuned"]["reason"]

@@ -20,7 +20,7 @@ from jetspec_jax.models.spec import flatten
 from tests.train.conftest import CONFIG, TAPS, Tiny
 from train import checkpoint, export
 from train.config import load_config
-from train.head_setup import parent_features_from_embedding
+from train.head_setup import _move_vocabulary, parent_features_from_embedding
 from train.train_draft import Trainer, main
 
 
@@ -265,6 +265,19 @@ def test_starts_from_target_layers_or_another_head(
     assert int(warm.state.step) == 0
     with pytest.raises(ConfigError, match="differs in causal"):
         make(overrides, f"run.warm_start={str(trainer.out / 'last')!r}", "draft.causal=false")
+
+
+def test_a_warm_start_follows_tokens_to_another_vocabulary() -> None:
+    """Other data chooses other tokens: the rows of the path head go with their token."""
+    rows = np.arange(8, dtype=np.float32).reshape(4, 2) + 1
+    params: Any = {"fc": np.ones(3), "path": {"w1": np.ones((9, 2)), "w2": rows}}
+    before, now = np.asarray([1, 4, 6, 8]), np.asarray([0, 4, 7, 8])
+    moved = _move_vocabulary(params, before, now)
+    np.testing.assert_array_equal(moved["path"]["w2"], [[0, 0], rows[1], [0, 0], rows[3]])
+    np.testing.assert_array_equal(moved["fc"], params["fc"])
+    none = _move_vocabulary(params, before, np.asarray([0, 2, 3, 5]))
+    assert not np.asarray(none["path"]["w2"]).any()
+    assert _move_vocabulary({"fc": 1}, before, now) == {"fc": 1}  # no path head
 
 
 def test_parent_features_follow_the_embedding() -> None:
