@@ -344,7 +344,7 @@ class Pilot:
                 return
             self._say(f"the gate judges {describe(candidate)}")
             # a gate looks at the clock between its steps, and a step takes some seconds
-            seconds = 0.95 * left if search != "known" else min(left, self.task.gate_seconds)
+            seconds = 0.95 * left
             verdict = self.task.judge(incumbent, candidate, seconds)
             self._say(f"{'accepted' if verdict.accepted else 'refused'}: {verdict.reason}")
             session.verdicts.append(
@@ -385,7 +385,11 @@ class Pilot:
         facts = [
             self.task.key.to_json(),
             self.session.incumbent.id,
-            [repr(p) for p in part.space],
+            # not repr(p): a declaration may hold functions, whose addresses change
+            [
+                [p.name, p.kind, list(p.choices), p.low, p.high, p.log, p.default]
+                for p in part.space
+            ],
             self.task.seed,
             self.task.code,
         ]

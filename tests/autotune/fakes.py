@@ -36,6 +36,7 @@ class Knob:
     low: float | None = None
     high: float | None = None
     log: bool = False
+    applies: Callable[..., bool] = bool  # real declarations hold functions
 
 
 SPACE = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from jetspec_jax.autotune import session as sessions
 from jetspec_jax.autotune.candidate import Candidate
+from jetspec_jax.autotune.explorers import parts
 from jetspec_jax.autotune.memory import Memory, Pattern
 from jetspec_jax.autotune.pilot import Pilot, Task, describe
 from jetspec_jax.config import SamplingParams
@@ -173,6 +175,16 @@ def test_ctrl_c_anywhere_and_the_same_command_again_ends_the_same(
 def history(made: Pilot) -> list[Any]:
     steps = made.session.verdicts
     return [(v["candidate"], v["incumbent"], v["verdict"]["accepted"]) for v in steps]
+
+
+def test_another_process_finds_its_study_again(workers: Workers, tmp_path: Path) -> None:
+    """Functions in a declaration have other addresses there: they are no part of the name."""
+    made = pilot(tmp_path)
+    (one,), (two,), (three,) = (
+        parts("tree", [dataclasses.replace(p, **change) for p in SPACE])
+        for change in ({"applies": lambda: True}, {"applies": lambda: True}, {"log": True})
+    )
+    assert made._study(one) == made._study(two) != made._study(three)
 
 
 def test_the_time_is_kept(
