@@ -144,7 +144,7 @@ def _run(args: argparse.Namespace) -> int:
     from serve.suites import load_suites
 
     suites = load_suites(args.suite)
-    if not args.dry_run:
+    if out is not None:
         out = _writable(out)
     from serve import autotune_run
 

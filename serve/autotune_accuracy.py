@@ -125,7 +125,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
         cli.say(f"weights {weights}")
         import jetspec_jax
 
-        llm = jetspec_jax.LLM(engine=engine)
+        llm = jetspec_jax.LLM(engine=engine, tuned="off")
         found = {}
         for drafter in drafters:
             spec = _spec(drafter, None)
@@ -136,7 +136,8 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
                 path.write_text(json.dumps(found[drafter].to_json(), indent=1) + "\n")
         with cli.phase("timing rounds"):
             rows += measure_rows(llm, weights, found, budgets, batches, args.rounds, args.repeats)
-    _print(rows, facts.hardware())
+        # at once: a run that is cut off later keeps what it has
+        _print([r for r in rows if r.weights == weights], facts.hardware())
     errors = [abs(r.error) for r in rows]
     print(
         cli.dump_json(

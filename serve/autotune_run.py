@@ -31,6 +31,7 @@ DEFAULT_SECONDS = 300.0
 # Of the budget, and seconds: 170 s for 7,031 positions of the bundled model on 2 quiet cores
 _GATE_SHARE, _GATE_MOST = 0.6, 190.0
 _THOROUGH_S = 900.0  # a shorter run measures less before it searches
+_PAIRS = 40  # that a gate times
 _GATE_LONG = 300.0  # seconds from which the gate compares more
 
 
@@ -47,6 +48,8 @@ def run(
     cli.say(cli.describe_load(args))
     if args.dry_run or out is None:
         survey = autotune_survey.look(args, engine, suites, out)
+        if out is not None:
+            autotune_survey.save(survey, out)
         return _plan(args, survey, names)
     with session.lock(out):
         return _search(args, engine, start, names, suites, out, began)
@@ -67,7 +70,7 @@ def _plan(args: argparse.Namespace, survey: Survey, names: Sequence[str]) -> int
         document = {
             "key": survey.key.to_json(),
             "figures": survey.figures,
-            "profile": autotune_survey.profile_json(survey),
+            "profile": survey.profile.to_json() if survey.profile is not None else None,
             "gaps": [dataclasses.asdict(g) for g in survey.gaps],
             "parts": [{"name": p.name, "space": [q.name for q in p.space]} for p in parts],
         }
@@ -109,18 +112,13 @@ def _search(
     survey = autotune_survey.look(
         args, engine, suites, out, seconds is None or seconds >= _THOROUGH_S
     )
-    (out / "survey.json").write_text(
-        cli.dump_json(
-            {
-                "key": survey.key,
-                "figures": survey.figures,
-                "profile": autotune_survey.profile_json(survey),
-                "gaps": [dataclasses.asdict(g) for g in survey.gaps],
-            },
-            indent=1,
+    autotune_survey.save(survey, out)
+    if survey.gaps:
+        cli.say("\n".join(autotune_survey.gap_lines(survey.gaps)))
+    else:
+        cli.say(
+            f"a run of less than {_THOROUGH_S:.0f} s measures no gaps; --dry-run --out {out} does"
         )
-    )
-    cli.say("\n".join(autotune_survey.gap_lines(survey.gaps)))
     code = code_version(TREE)
     best = ledger.best_configuration(memory, survey.key)
     # a run goes on from what was accepted here before; another code version judges it anew
@@ -224,8 +222,12 @@ def _judge(
         engine=engine,
         batch=survey.key.batch,
         budget_seconds=seconds,
-        # the least that can be accepted (5% to miss one changed token in 2,000), or 1%
-        effort=Effort() if seconds > _GATE_LONG else Effort(positions=Effort().least),
+        # the least that can be accepted (5% to miss one changed token in 2,000), or 1%; more pairs
+        # than by default, since what is left to find over the heuristic is some percent
+        effort=Effort(
+            positions=Effort().positions if seconds > _GATE_LONG else Effort().least,
+            pairs=_PAIRS,
+        ),
         say=say,
     )
 

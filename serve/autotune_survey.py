@@ -39,7 +39,7 @@ class Survey:
 
     key: DeploymentKey
     space: tuple[Any, ...]
-    profile: cost_model.Profile | None  # None: fakes of tests have none
+    profile: cost_model.Profile | None  # None: not measured, a short run
     gaps: tuple[cost_model.Gap, ...]
     figures: Mapping[str, float]  # tau and nodes of a round, as measured on some prompts
     seen: tuple[Prompt, ...]
@@ -59,8 +59,8 @@ def look(
     out: Path | None,
     thorough: bool = True,
 ) -> Survey:
-    """Loads the engine, measures its phases (unless `out` has them, of this very deployment; all
-    of them where it is to be thorough), and lets it go again: searches run in processes.
+    """Loads the engine and lets it go again: searches run in processes. Its phases are measured
+    where it is to be thorough, unless `out` has them, of this very deployment.
     """
     from jetspec_jax.autotune.profile import measure_profile
     from jetspec_jax.config import SpecConfig
@@ -83,26 +83,23 @@ def look(
     chosen = [order[i % len(order)] for i in range(max(_PROMPTS * batch, batch))][: len(order)]
     prompts = tuple(ids[p.digest] for p in chosen)
     key = key_of(llm, batch, llm.capacity, name)  # as an engine asks for it at its start
-    profile = _kept_profile(out, key)
-    with cli.phase("compiling"):
-        llm.warmup(batch)
-    if profile is None:
+    kept = _kept(out, key)
+    figures: dict[str, float] = {}
+    gaps: tuple[cost_model.Gap, ...] = ()
+    profile: cost_model.Profile | None = None
+    if kept is not None:
+        profile, gaps, figures = kept
+    elif thorough:
         with cli.phase("measuring the phases of a round"):
-            profile = measure_profile(llm, batch) if thorough else _short_profile(llm, batch)
-    with cli.phase("measuring tau"):
-        sampling = SamplingParams(max_tokens=MAX_TOKENS)
-        answers = llm.generate([list(p) for p in prompts[: max(4, batch)]], sampling, group=batch)
-    rounds = max(sum(a.spec.rounds for a in answers), 1)
-    tau = 1 + sum(a.spec.accepted for a in answers) / rounds
-    nodes = sum(a.spec.nodes for a in answers) / rounds
+            profile, figures = measure_profile(llm, batch), _figures(llm, batch, prompts)
+        nodes, tau = max(round(figures["nodes"]), 1), figures["tau"]
+        gaps = tuple(cost_model.gap_table(profile, nodes, tau))
     found = Survey(
         key,
         space.search_space(space.facts_of(llm, batch)),
         profile,
-        tuple(
-            cost_model.gap_table(profile, max(round(nodes), 1), tau) if profile is not None else ()
-        ),
-        {"tau": tau, "nodes": nodes},
+        gaps,
+        figures,
         seen,
         fitting,
         prompts,
@@ -112,49 +109,44 @@ def look(
     return found
 
 
-def _short_profile(llm: Any, batch: int) -> cost_model.Profile:
-    """Verification and drafting alone, in programs that are compiled anyway: some seconds, where
-    the phases one by one are most of a minute. What is not measured apart counts as no gap.
-    """
-    from jetspec_jax import costs
-    from jetspec_jax.autotune.profile import measure_device, shape_of
-
-    timed = llm.measure_costs(batch)
-    plain = timed["t_plain_s"]
-    verify = {n: t for n, t in timed["t_verify_s"].items() if t < costs.NEVER / 2}
-    return cost_model.Profile(
-        device=measure_device(),
-        shape=shape_of(llm, llm.plan_for(llm.spec)),
-        label="short: tree, acceptance and commit are in the others",
-        batch=batch,
-        context=costs.prompt_tokens(llm.capacity),
-        plain_s=plain,
-        verify_s={**verify, 1: plain},
-        draft_s=timed["t_draft_s"],
-        tree_s=0.0,
-        accept_s=0.0,
-        commit_s=0.0,
-        host_s=0.0,
-    )
+def _figures(llm: Any, batch: int, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Tokens and nodes of a round, on some of the search's prompts."""
+    sampling = SamplingParams(max_tokens=MAX_TOKENS)
+    answers = llm.generate([list(p) for p in prompts[: max(4, batch)]], sampling, group=batch)
+    rounds = max(sum(a.spec.rounds for a in answers), 1)
+    return {
+        "tau": 1 + sum(a.spec.accepted for a in answers) / rounds,
+        "nodes": sum(a.spec.nodes for a in answers) / rounds,
+    }
 
 
-def _kept_profile(out: Path | None, key: DeploymentKey) -> cost_model.Profile | None:
-    """The profile of an earlier run; None where there is none, or not one of this deployment."""
+def _kept(
+    out: Path | None, key: DeploymentKey
+) -> tuple[cost_model.Profile, tuple[cost_model.Gap, ...], dict[str, float]] | None:
+    """What an earlier run measured; None where there is none, or not of this deployment."""
     path = None if out is None else out / "survey.json"
     if path is None or not path.exists():
         return None
     try:
         kept = json.loads(path.read_text())
-        if kept["key"] != key.to_json():
+        if kept["key"] != key.to_json() or kept["profile"] is None:
             return None
-        return None if kept["profile"] is None else cost_model.Profile.from_json(kept["profile"])
+        gaps = tuple(cost_model.Gap(**g) for g in kept["gaps"])
+        return cost_model.Profile.from_json(kept["profile"]), gaps, kept["figures"]
     except (OSError, ValueError, KeyError, TypeError, InputError) as error:
         cli.say(f"{path} cannot be read ({error}); measured again")
         return None
 
 
-def profile_json(survey: Survey) -> Any:
-    return None if survey.profile is None else survey.profile.to_json()
+def save(survey: Survey, out: Path) -> None:
+    """Keeps it for reports and later runs."""
+    document = {
+        "key": survey.key,
+        "figures": survey.figures,
+        "profile": None if survey.profile is None else survey.profile.to_json(),
+        "gaps": [dataclasses.asdict(g) for g in survey.gaps],
+    }
+    (out / "survey.json").write_text(cli.dump_json(document, indent=1))
 
 
 def searched(survey: Survey) -> tuple[Any, ...]:

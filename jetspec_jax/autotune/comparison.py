@@ -18,6 +18,7 @@ from jetspec_jax.errors import JetSpecError
 from jetspec_jax.intervals import median_ratio
 
 PLAIN = {"spec.mode": "off"}
+_LOGITS_BUDGET = 8  # nodes of trees where logits are computed: samples, and bits of logits
 _OTHER_BATCH = 8  # for token forcing in bulk, where the deployment decodes one sequence
 
 
@@ -27,6 +28,7 @@ class Comparison:
 
     incumbent: Candidate
     candidate: Candidate
+    mode: str  # of the base speculation settings
     engine: EngineConfig
     tree: Path | None
     batch: int
@@ -319,14 +321,25 @@ class Comparison:
             self.found.difference = where()
         self.found.bits = same and self.found.bits is not False
 
+    @property
+    def _one_size(self) -> dict[str, Any]:
+        """The candidate's parameters with trees of one size. A program that computes logits has a
+        branch for every budget of its plan and takes most of a minute to compile; what the plan
+        chooses was free running and forced already.
+        """
+        if self.new.get("spec.mode", self.mode) != "auto":
+            return self.new
+        return {**self.new, "spec.mode": "tree", "spec.budget": _LOGITS_BUDGET}
+
     def _logits(self, group: list[tuple[str, list[int]]], batch: int) -> None:
         """Bits of the logits at every position of some prompts; numbers for the certified level."""
+        new = self._one_size
         prompts = [ids for _, ids in group]
         streams = [t["token_ids"] for t in self._truth(group)]
         ours = self.reference.force(prompts, streams, overrides=PLAIN, batch=batch, logits=True)
         theirs = self._theirs(
             lambda: self.after.force(
-                prompts, streams, overrides=self.new, batch=batch, logits=True, timeout=self._left
+                prompts, streams, overrides=new, batch=batch, logits=True, timeout=self._left
             ),
             "digests",
             "best",
@@ -398,9 +411,10 @@ class Comparison:
         if not group:
             return
         prompts = [ids for _, ids in group]
+        new = self._one_size if sampled else self.new
         theirs = self._theirs(
             lambda: self.after.state(
-                prompts, sampling=each, overrides=self.new, batch=batch, timeout=self._left
+                prompts, sampling=each, overrides=new, batch=batch, timeout=self._left
             ),
             "token_ids",
             "rows",

@@ -14,19 +14,19 @@ from jetspec_jax.errors import ConfigError
 
 COMMAND = "cmd:"  # an external explorer, by its command line
 BUILTIN = ("tree", "kernel", "scheduler")
-# Single moves of the tree's parameters, in this order; the rest is left to sampling. Values of the
-# policy are data of a running program and cost a trial nothing, others compile for seconds.
+# Single moves of the tree's parameters, in this order; the rest is left to sampling. What proposes
+# other tokens comes before what only chooses among them.
 _LEVERAGE = (
+    "spec.lookup_ngram",
+    "spec.head_depth",
+    "spec.lookup_branches",
     "policy.first_credit",
+    "spec.width",
     "policy.trust_high",
     "policy.trust_decay",
-    "policy.first_pause",
-    "spec.head_depth",
-    "spec.width",
-    "spec.lookup_ngram",
-    "spec.lookup_branches",
     "spec.path_head",
     "spec.budget",
+    "policy.first_pause",
     "spec.drafter",
 )
 _FINE = 8  # whole numbers with more values than this are halved and doubled

@@ -117,6 +117,7 @@ def judge(
         run = Comparison(
             incumbent,
             candidate,
+            (spec or SpecConfig()).mode,
             engine or EngineConfig(),
             tree,
             batch,

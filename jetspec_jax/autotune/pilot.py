@@ -143,6 +143,8 @@ class Pilot:
         after = [p for n in later for p in self._parts(n) if p.name not in self.session.ended]
         for place, part in enumerate(todo):
             left = self._deadline - time.monotonic() - self.task.gate_seconds
+            if left < _LEAST_S:  # a gate may be quicker than is kept for it
+                left += self.task.gate_seconds / 2
             if left < _LEAST_S:
                 self._say(f"no time is left for {', '.join(p.name for p in todo[place:])}")
                 return False
