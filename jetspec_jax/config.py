@@ -18,6 +18,7 @@ DRAFTERS = ("head", "lookup", "hybrid", "none")
 SCRIPTED = "scripted"  # a test double (testing.py): drafts given tokens
 BUILDERS = ("exact", "chain", "accum_logp", "top2gap", "depth_rank_histogram")
 MAX_LOSS = 1e12  # plain steps: more than a cost table holds for what must never be chosen
+MAX_PAUSE = 1_000_000  # rounds: for ever
 MAX_BUDGET = 256  # tree nodes; the published systems go no further
 NUMERICS = ("fast", "bitwise")
 KERNELS = ("auto", "cpu", "gpu", "xla")
@@ -239,6 +240,7 @@ class PolicyConfig(_FromMapping):
         name = "PolicyConfig"
         _at_least(name, "first_pause", self.first_pause, 0)
         _at_least(name, "longest_pause", self.longest_pause, self.first_pause)
+        _between(name, "longest_pause", self.longest_pause, 0, MAX_PAUSE)
         for field in ("decay", "trust_decay", "memory", "loss_share"):
             _between(name, field, getattr(self, field), 0.0, 1.0)
         for field in ("first_credit", "later_credit"):

@@ -163,6 +163,11 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--batch-size {args.batch_size}: give at most 256")
     if not 0 <= args.seed < 2**32:
         raise ConfigError(f"--seed {args.seed}: give a whole number from 0 to {2**32 - 1}")
+    for text, flag in ((args.out, "--out"), (args.export, "--export")):
+        if text is not None and not text.strip():
+            raise ConfigError(f"{flag} is empty; give a path, or leave the flag out")
+    if args.import_ is not None and not Path(args.import_).expanduser().is_file():
+        raise ConfigError(f"--import {args.import_}: no such file; give one that --export wrote")
     modes = {
         "--dry-run": args.dry_run,
         "--report": args.report,
@@ -193,6 +198,13 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--device-spec {args.device_spec}: not known; choose one of {', '.join(DEVICES)}"
             )
+        for flag, on in {
+            "--explorer": args.explorer is not None,
+            "--start": args.start is not None,
+            "--draft": args.draft is not None,
+        }.items():
+            if on:
+                raise ConfigError(f"{flag} does not go with --device-spec, which only plans")
         return  # --model names a geometry there
     if args.check_model and (args.model is not None or args.draft is not None):
         raise ConfigError("--check-model is of the bundled model; drop --model and --draft")
@@ -200,7 +212,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--out is missing; give a folder for what is found, e.g. --out tuned/")
     cli.check_path(args.model, "--model")
     cli.check_path(args.draft, "--draft")
-    cli.check_path(args.import_, "--import")
 
 
 def _explorers(args: argparse.Namespace) -> tuple[str, ...]:

@@ -21,10 +21,19 @@ def run(args: argparse.Namespace, out: Path) -> int:
     if state is None:
         raise InputError(f"--out {out}: no run was made there; search first")
     key = DeploymentKey.from_json(state.identity["key"])
+    if not (out / "memory.db").exists():  # a run that showed nothing to the gate
+        raise nothing(key)
     path = install(Memory(out / "memory.db", create=False), key)
     if args.json:
         print(cli.dump_json({"installed": str(path), "key": key.to_json()}))
     return 0
+
+
+def nothing(key: DeploymentKey) -> InputError:
+    return InputError(
+        f"nothing was accepted for {key.target} with batch {key.batch} on {key.suite}; "
+        "search longer, or leave --apply out"
+    )
 
 
 def install(memory: Memory, key: DeploymentKey) -> Path:
@@ -35,10 +44,7 @@ def install(memory: Memory, key: DeploymentKey) -> Path:
     """
     entry = entry_for(memory, key)
     if entry is None:
-        raise InputError(
-            f"nothing was accepted for {key.target} with batch {key.batch} on {key.suite}; "
-            "search longer, or leave --apply out"
-        )
+        raise nothing(key)
     path = tuned.install(entry)
     cli.say(f"installed {describe(Candidate(entry.params))} ({entry.gain_text}): {path}")
     return path

@@ -332,7 +332,7 @@ def summary(document: Mapping[str, Any]) -> list[str]:
     spent = f"{document['trials']} trials, {document['seconds']:.0f} s"
     if not document["accepted"]:
         shown = len(document["verdicts"])
-        judged = f"{shown} shown to the gate" if shown else "none was worth the gate's time"
+        judged = f"{shown} shown to the gate" if shown else "none was shown to the gate"
         return [f"no candidate passed ({judged}); the configuration stays as it is; {spent}"]
     words = pilot.describe(Candidate(document["params"]))
     if document["patch"] is not None:

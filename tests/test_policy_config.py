@@ -21,6 +21,7 @@ OTHER = PolicyConfig(
     [
         ({"first_pause": -1}, "PolicyConfig.first_pause=-1"),
         ({"first_pause": 9, "longest_pause": 8}, "PolicyConfig.longest_pause=8"),
+        ({"longest_pause": 2**31}, "PolicyConfig.longest_pause=2147483648"),
         ({"decay": 1.5}, "PolicyConfig.decay=1.5"),
         ({"decay": float("nan")}, "PolicyConfig.decay=nan"),
         ({"first_credit": "much"}, "PolicyConfig.first_credit='much'"),

@@ -12,6 +12,8 @@ from jetspec_jax.config import EngineConfig, SpecConfig
 from jetspec_jax.errors import ConfigError
 from pallas_kernels import parameters
 
+# Fields that are tables of their own sections.
+_TABLES = {"spec.policy": "policy.<field>", "engine.kernel_params": "kernel.<op>.<NAME>"}
 SECTIONS = ("spec", "engine", "policy", "kernel")
 
 
@@ -40,6 +42,8 @@ class Candidate:
                     f"parameter {name!r} of a candidate has no known section; "
                     f"start it with one of {', '.join(s + '.' for s in SECTIONS)}"
                 )
+            if name in _TABLES:
+                raise ConfigError(f"{name} is no parameter of a candidate; give {_TABLES[name]}")
 
     @property
     def id(self) -> str:

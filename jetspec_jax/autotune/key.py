@@ -57,7 +57,14 @@ class DeploymentKey:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> DeploymentKey:
-        return cls(**{f.name: value[f.name] for f in dataclasses.fields(cls)})
+        given = {f.name: value[f.name] for f in dataclasses.fields(cls)}
+        for name, found in given.items():
+            whole = name in ("batch", "context")
+            if whole and (type(found) is not int or found < 1):
+                raise ConfigError(f"{name}={found!r} of a deployment is no whole number from 1")
+            if not whole and not isinstance(found, str):
+                raise ConfigError(f"{name}={found!r} of a deployment is no text")
+        return cls(**given)
 
     @property
     def regime(self) -> str:

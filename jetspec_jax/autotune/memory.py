@@ -22,9 +22,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.autotune.candidate import Candidate
+from jetspec_jax.autotune.candidate import Candidate, apply
 from jetspec_jax.autotune.key import DeploymentKey, distance
-from jetspec_jax.errors import JetSpecError, ModelFileError
+from jetspec_jax.config import EngineConfig, SpecConfig
+from jetspec_jax.errors import ConfigError, JetSpecError, ModelFileError
 
 VERSION = 1  # of the schema
 FORMAT = "jetspec-jax autotune memory"  # of an exported file
@@ -39,6 +40,29 @@ CREATE TABLE patterns (
     document TEXT NOT NULL
 )
 """
+
+
+def _ratio(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value is None or (number and math.isfinite(value) and value > 0)
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+# What the fields of a pattern from a file must be: one of another kind would break every search.
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "accepted": lambda value: isinstance(value, bool),
+    **dict.fromkeys(("predicted", "measured", "low", "high"), _ratio),
+    **dict.fromkeys(("report", "shapes"), _mapping),
+    "counter_example": lambda value: value is None or _mapping(value),
+    **dict.fromkeys(("code", "when"), _text),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +114,9 @@ class Pattern:
     def from_json(cls, value: Mapping[str, Any], *, trusted: bool = False) -> Pattern:
         names = {f.name for f in dataclasses.fields(cls)} - {"key", "candidate", "trusted"}
         given = {name: value[name] for name in names if name in value}
+        for name, found in given.items():
+            if not _KINDS[name](found):
+                raise ConfigError(f"{name}={found!r} of a pattern is of the wrong kind")
         key, candidate = (
             DeploymentKey.from_json(value["key"]),
             Candidate.from_json(value["candidate"]),
@@ -226,6 +253,10 @@ class Memory:
             if document["format"] != FORMAT or document["version"] != VERSION:
                 raise ValueError(f"format {document['format']!r}, version {document['version']!r}")
             patterns = [Pattern.from_json(p) for p in document["patterns"]]
+            for pattern in patterns:  # before a search meets them; kernels differ by device
+                given = pattern.candidate.params.items()
+                known = {k: v for k, v in given if not k.startswith("kernel.")}
+                apply(Candidate(known), SpecConfig(), EngineConfig())
         except OSError as error:
             raise ModelFileError(f"{path}: {error.strerror}; give an exported file") from error
         except (ValueError, KeyError, TypeError, JetSpecError) as error:
@@ -254,7 +285,7 @@ class Memory:
         with self._open() as database:
             try:
                 return self._rows(database)
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, JetSpecError) as error:
                 raise ModelFileError(
                     f"memory {self.path} holds a row that cannot be read ({error}); move it away, "
                     "a new one is made"

@@ -192,17 +192,22 @@ class Pilot:
             found.insert(0, Candidate(origin="heuristic"))
         found = [c for c in found if c.id not in self.ledger.refused() and c.id != incumbent.id][:4]
         measured: list[tuple[float, Candidate]] = []
+        every = True  # was measured, as far as it can be
         if found:
             self._say(f"{len(found)} known configurations go first")
             with self._pairs(incumbent) as pairs:
                 for candidate in found:
+                    if candidate.id in session.known:  # measured before the time was up
+                        measured.append((session.known[candidate.id], candidate))
+                        continue
                     steps = self._confirm(pairs, candidate, 0, _TRIAL_GROUPS // 2)
+                    every = every and steps != []
                     if steps:
                         session.known[candidate.id] = centre(steps)
                         measured.append((centre(steps), candidate))
                         self._say(f"{describe(candidate)}: {math.exp(centre(steps)):.2f}x")
-        self._pass("known", measured)
-        session.ended["known"] = f"{len(found)} tried"
+        if self._pass("known", measured) and every:
+            session.ended["known"] = f"{len(found)} tried"
         self._save()
 
     # ---- one search ------------------------------------------------------------------------------
@@ -333,8 +338,10 @@ class Pilot:
 
     # ---- the gate --------------------------------------------------------------------------------
 
-    def _pass(self, search: str, finalists: Sequence[tuple[float, Candidate]]) -> None:
-        """Shows finalists to the gate, best first, until one is accepted or the time is up."""
+    def _pass(self, search: str, finalists: Sequence[tuple[float, Candidate]]) -> bool:
+        """Shows finalists to the gate, best first, until one is accepted or the time is up; False:
+        one that is worth it was not judged for want of time.
+        """
         session = self.session
         for measured, candidate in sorted(finalists, key=lambda item: -item[0]):
             incumbent = session.incumbent
@@ -343,7 +350,7 @@ class Pilot:
                 continue
             if left < self.task.gate_seconds / 2:
                 self._say(f"no time is left to judge {describe(candidate)}")
-                return
+                return False
             self._say(f"the gate judges {describe(candidate)}")
             # a gate looks at the clock between its steps, and a step takes some seconds
             seconds = 0.95 * left
@@ -364,7 +371,8 @@ class Pilot:
             self._save()
             self.ledger.judged(incumbent, candidate, verdict, self._predicted.get(candidate.id))
             if verdict.accepted:
-                return
+                return True
+        return True
 
     # ---- small things ----------------------------------------------------------------------------
 

@@ -161,7 +161,7 @@ def read(path: Path) -> TunedEntry:
         _check(entry)
     except OSError as error:
         raise ConfigError(f"tuned entry {path}: {error.strerror}; give another") from error
-    except ValueError as error:  # of json and of UTF-8
+    except (ValueError, RecursionError) as error:  # of json and of UTF-8
         raise ConfigError(f"tuned entry {path}: not JSON; delete it") from error
     except ConfigError as error:
         raise ConfigError(f"tuned entry {path}: {error}") from error

@@ -195,3 +195,33 @@ def test_two_processes_at_once_lose_nothing(tmp_path):
         assert writer.returncode == 0
     widths = sorted(p.candidate.params["spec.width"] for p in Memory(path).patterns())
     assert widths == [*range(100, 125), *range(200, 225)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"low": "fast"},
+        {"measured": float("nan")},
+        {"accepted": "yes"},
+        {"key": {"batch": 0}},
+        {"key": {"batch": "one"}},
+        {"key": {"device": 5}},
+        {"candidate": {"params": {"spec.nonsense": 1}}},
+        {"report": []},
+    ],
+    ids=str,
+)
+def test_an_export_with_values_of_the_wrong_kind_adds_nothing(tmp_path, change):
+    """One such row would end every later search of the folder."""
+    there = Memory(tmp_path / "there.db")
+    there.record(pattern())
+    there.export(tmp_path / "out.json")
+    document = json.loads((tmp_path / "out.json").read_text())
+    row = document["patterns"][0]
+    for name, value in change.items():
+        row[name] = {**row[name], **value} if isinstance(value, dict) else value
+    (tmp_path / "out.json").write_text(json.dumps(document))
+    here = Memory(tmp_path / "here.db")
+    with pytest.raises(ModelFileError, match="export it again"):
+        here.import_(tmp_path / "out.json")
+    assert here.patterns() == []

@@ -239,3 +239,24 @@ def test_another_question_is_another_session(tmp_path: Path) -> None:
 def test_describe() -> None:
     assert describe(Candidate()) == "the shipped heuristic"
     assert describe(Candidate({"spec.width": 4, "engine.x": "y"})) == "x=y, width=4"
+
+
+def test_a_known_answer_that_was_not_judged_in_time_is_judged_next_time(
+    workers: Workers, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    poor = Candidate({"spec.budget": 1, "spec.builder": "accum_logp"})
+    first = pilot(tmp_path, start=poor, say=said.append, trials=1)
+    first.task = dataclasses.replace(first.task, gate_seconds=1e9)  # there is never time for it
+    first._deadline = time.monotonic() + 60.0
+    first._known()
+    assert "known" not in first.session.ended  # not even measured
+    first.session.known[Candidate().id] = 0.5
+    first._known()
+    assert any("no time is left to judge the shipped heuristic" in line for line in said), said
+    assert "known" not in first.session.ended and first.session.incumbent == poor
+    started = len(workers.started)
+    again = pilot(tmp_path, start=poor, trials=1)
+    again._known()
+    assert again.session.incumbent.params == {} and "known" in again.session.ended
+    assert sum(len(w.asked) for w in workers.started[started:]) == 0  # it is not measured again

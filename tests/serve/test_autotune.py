@@ -203,6 +203,11 @@ BAD = [
     (["--dry-run", "--device-spec", "abacus"], 2, "--device-spec abacus"),
     (["--out", "x", "--model", "/no/such"], 1, "/no/such: no such file"),
     (["--out", "x", "--budget", "3"], 2, "did you mean"),
+    (["--out", " ", "--budget-seconds", "9"], 2, "--out is empty"),
+    (["--out", "x", "--import", "/no/such.json"], 2, "--import /no/such.json: no such file"),
+    (["--out", "x", "--start", '{"engine.kernel_params": 3}'], 2, "give kernel.<op>.<NAME>"),
+    (["--out", "x", "--start", '{"spec": {"policy": {}}}'], 2, "give policy.<field>"),
+    (["--dry-run", "--device-spec", "h100", "--draft", "x"], 2, "--draft does not go with"),
 ]
 
 
