@@ -21,6 +21,7 @@ from jetspec_jax.autotune.key import code_version
 from jetspec_jax.autotune.memory import Memory
 from jetspec_jax.autotune.pairs import Figures
 from jetspec_jax.autotune.tally import Effort
+from jetspec_jax.autotune.verdict import Verdict
 from jetspec_jax.config import EngineConfig, SamplingParams
 from serve import autotune_survey, cli
 from serve.autotune import MAX_TOKENS
@@ -146,7 +147,7 @@ def _search(
         prompts=survey.prompts,
         sampling=SamplingParams(max_tokens=MAX_TOKENS),
         start=worker,
-        judge=functools.partial(_judge, args, engine, survey, say=bar.say),
+        judge=functools.partial(_judge, args, engine, survey, out, say=bar.say),
         out=out,
         seed=args.seed,
         code=code,
@@ -208,12 +209,13 @@ def _judge(
     args: argparse.Namespace,
     engine: EngineConfig,
     survey: Survey,
+    out: Path,
     incumbent: Candidate,
     candidate: Candidate,
     seconds: float,
     say: Callable[[str], None],
 ) -> Any:
-    return gate.judge(
+    verdict = gate.judge(
         incumbent,
         candidate,
         suite=survey.suite,
@@ -230,6 +232,15 @@ def _judge(
         ),
         say=say,
     )
+    keep_page(out, verdict)
+    return verdict
+
+
+def keep_page(out: Path, verdict: Verdict) -> None:
+    """The verdict as a page of text, `verdict-<candidate>.txt`; as JSON it is in session.json and
+    memory.db. A candidate that is judged again has the last page.
+    """
+    (out / f"verdict-{verdict.candidate}.txt").write_text(verdict.text() + "\n", encoding="utf-8")
 
 
 def _explore(
@@ -250,7 +261,7 @@ def _explore(
     def judge(
         candidate: Candidate, tree: Path, limits: Any, env: Mapping[str, str], left: float
     ) -> Any:
-        return gate.judge(
+        verdict = gate.judge(
             incumbent,
             candidate,
             suite=survey.suite,
@@ -264,6 +275,8 @@ def _explore(
             env=env,
             say=say,
         )
+        keep_page(out, verdict)
+        return verdict
 
     attempt = external.explore(
         command,

@@ -36,9 +36,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch, workers: type[FakeWorker]) -> type[
     monkeypatch.setattr(autotune_survey, "look", look)
     monkeypatch.setattr(autotune_survey, "searched", lambda survey: survey.space)
     monkeypatch.setattr(autotune_run, "_worker", lambda args, engine, c: FakeWorker(c))
-    monkeypatch.setattr(
-        autotune_run, "_judge", lambda args, engine, survey, a, b, s, say: verdict(a, b)
-    )
+    monkeypatch.setattr(autotune_run.gate, "judge", lambda a, b, **settings: verdict(a, b))
     monkeypatch.setattr("jetspec_jax.autotune.space.params_of", compose)
     monkeypatch.setattr(autotune_run, "code_version", lambda tree: "c0de")
     return workers
@@ -64,6 +62,9 @@ def test_the_last_line_says_what_came_of_it(
         "session.json",
         "survey.json",
     }
+    # a page of text for each verdict
+    pages = [p.read_text() for p in out.glob("verdict-*.txt")]
+    assert any(page.startswith("ACCEPTED: ") for page in pages)
     # an entry for serve.generate --tuned
     from jetspec_jax.autotune import tuned
 
