@@ -348,16 +348,3 @@ class Memory:
         except OSError as error:
             raise ModelFileError(f"{path}: {error.strerror}; give another path") from error
         return len(patterns)
-
-
-def open_memory(path: str | Path, say: Callable[[str], None]) -> Memory | None:
-    """The memory for reading, or None where it cannot be used: then `say` gets the one line of why,
-    and the caller takes the heuristic. A file that does not exist is no reason to speak.
-    """
-    if not Path(path).exists():
-        return None
-    try:
-        return Memory(path, create=False)
-    except ModelFileError as error:
-        say(f"{error}; the heuristic is used")
-        return None

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jetspec_jax.autotune.memory import FORMAT, Memory, open_memory
+from jetspec_jax.autotune.memory import FORMAT, Memory
 from jetspec_jax.errors import ModelFileError
 from tests.autotune.samples import KEY, pattern
 from tests.conftest import ROOT
@@ -147,16 +147,15 @@ def test_a_file_that_is_no_good_is_one_line_and_stays_as_it_was(tmp_path, make, 
     with pytest.raises(ModelFileError, match=says) as caught:
         Memory(path).record(pattern())
     assert "\n" not in str(caught.value)
-    said: list[str] = []
-    assert open_memory(path, said.append) is None
-    assert len(said) == 1 and said[0].endswith("the heuristic is used")
+    with pytest.raises(ModelFileError, match=says):
+        Memory(path, create=False)
     assert path.read_bytes() == before
 
 
-def test_no_file_is_no_news(tmp_path):
-    said: list[str] = []
-    assert open_memory(tmp_path / "none.db", said.append) is None
-    assert said == [] and not (tmp_path / "none.db").exists()
+def test_a_file_that_must_be_there_is_not_made(tmp_path):
+    with pytest.raises(ModelFileError, match="does not exist; run serve.autotune first"):
+        Memory(tmp_path / "none.db", create=False)
+    assert not (tmp_path / "none.db").exists()
 
 
 WRITER = """
