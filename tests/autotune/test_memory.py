@@ -153,7 +153,7 @@ def test_a_file_that_is_no_good_is_one_line_and_stays_as_it_was(tmp_path, make, 
 
 
 def test_a_file_that_must_be_there_is_not_made(tmp_path):
-    with pytest.raises(ModelFileError, match="does not exist; run serve.autotune first"):
+    with pytest.raises(ModelFileError, match=r"does not exist; run serve\.autotune first"):
         Memory(tmp_path / "none.db", create=False)
     assert not (tmp_path / "none.db").exists()
 
